@@ -91,7 +91,7 @@ def refuse_unknown(
         error: class to raise.
 
     Raises:
-        DcpcError: of class `error`.
+        DcpcError: a name is unknown (class `error`).
     """
     for name in given:
         if name not in known:
@@ -138,7 +138,7 @@ def _said_line(frame: traceback.FrameSummary) -> str:
 
 
 def lies_in_no_file(filename: str) -> bool:
-    """Returns whether a file's name is what Python calls code of a prompt, a cell or `exec`."""
+    """Returns whether a file's name is Python's for code of a prompt, a cell or `exec`."""
     return filename.startswith(_NAMELESS)
 
 

@@ -44,7 +44,7 @@ from dcpc.verify import Verifier
 
 
 def _tell_others(error: DcpcError, given: Mapping[str, object]) -> None:
-    """Has all ranks raise what is wrong with the arguments of one: the others wait for its plan."""
+    """Raises one rank's error about its arguments on all ranks, as the others wait for its plan."""
     model, group = given.get("model"), given.get("group")
     if isinstance(error, GroupError):  # whom to tell is what is wrong
         return
@@ -70,7 +70,7 @@ def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> Comp
         compiled.reduce_gradients()
 
     Args:
-        model: any module whose forward takes the buckets' inputs and returns what `loss=` takes;
+        model: module whose forward takes the buckets' inputs and returns the argument of `loss=`;
             without `loss=` a floating scalar, the loss; or a mapping or dataclass that has it as
             `loss`; or a tuple or list, whose first floating scalar is taken (with a warning if
             there are several). Its parameters are shared, not copied. A model on the meta device
@@ -97,7 +97,7 @@ def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> Comp
 def _compiled(
     model: nn.Module, buckets: Buckets, options: CompileOptions, groups: Groups, start_s: float
 ) -> CompiledModel:
-    """Returns what `compile` does, on these ranks."""
+    """Returns the model compiled on these ranks."""
     told = options.planned_for(groups.world)
     cut, why = None, ""
     try:
@@ -160,14 +160,14 @@ def _staged(
     told: PlanOptions,
     speeds: Speeds,
 ) -> tuple[Planned, CutModel | None, str]:
-    """Returns the plan that runs, the stages it is cut into, and why these; without: no pipeline.
+    """Returns the plan to run, its stages, and the reason for these; no stages: no pipeline.
 
     Args:
-        model: the user's.
-        buckets: it is compiled for.
-        options: with `pipeline`.
-        told: of a plan without a pipeline.
-        speeds: of each rank; none: they are equally fast.
+        model: model of the user.
+        buckets: buckets that it is compiled for.
+        options: options with `pipeline`.
+        told: options of a plan without a pipeline.
+        speeds: speed of each rank; none: they are equally fast.
     """
     stages, world = options.pipeline, told.world
     assert stages is not None, "asked for"
@@ -218,7 +218,7 @@ def materialize(compiled: CompiledModel, init: Init = None) -> None:
     The parameters of the model are other objects afterwards, as after `nn.Module.to_empty`.
 
     Args:
-        compiled: whose model was on the meta device at compile.
+        compiled: compiled model, on the meta device at compile.
         init: None: each module's own `reset_parameters()`. A function: `init(module)`, with the
             module's own parameters and buffers on the CPU, whole, as `model.apply(init)` would call
             it. "empty": memory alone, NaN until a checkpoint is loaded.
@@ -239,7 +239,7 @@ def materialize(compiled: CompiledModel, init: Init = None) -> None:
 
 
 def _shared_seed(groups: Groups) -> int:
-    """Returns rank 0's `torch.initial_seed()`: what `torch.manual_seed` fixed before compiling."""
+    """Returns rank 0's `torch.initial_seed()`, as set by `torch.manual_seed` before compiling."""
     seed = torch.tensor([torch.initial_seed() & ((1 << 62) - 1)])
     pg = groups.control(groups.world)
     if pg is not None:

@@ -31,11 +31,11 @@ def cut_with(
     """Returns the stages that `compile(pipeline=)` would cut a model into, and their planner.
 
     Args:
-        model: as for `plan`.
-        buckets: as for `plan`.
-        options: those of `plan`; its ranks are all those of all pipelines.
-        stages: of a pipeline.
-        speeds: of each rank, as for `cut_model`.
+        model: model as for `plan`.
+        buckets: buckets as for `plan`.
+        options: options of `plan`; its ranks are all those of all pipelines.
+        stages: number of stages of a pipeline.
+        speeds: speed of each rank, as for `cut_model`.
 
     Raises:
         DcpcError: as from `compile`.
@@ -47,7 +47,7 @@ def cut_with(
 
 
 def of_one_rank(options: PlanOptions) -> PlanOptions:
-    """Returns what a model is planned with before it is cut into stages: one of its ranks alone."""
+    """Returns the options for a model before it is cut into stages: those of one rank alone."""
     # Its wires, sums and groups of ranks are as many as a rank may have.
     among = MOST_COMMUNICATORS if options.world > 1 else 0
     memory = rank_memory_bytes(options.memory, target_of(options.device), options.world, among)
@@ -59,9 +59,9 @@ def plan(model: nn.Module, buckets: Buckets, options: PlanOptions) -> Planned:
     """Returns the plan of every bucket for `world` ranks, from one process and no process group.
 
     Args:
-        model: as for `compile`; its parameters' values are not read, so they may be on the meta
-            device (`with torch.device("meta"): model = ...`), where they take no memory.
-        buckets: as for `compile`.
+        model: model as for `compile`; its parameters' values are not read, so they may be on the
+            meta device (`with torch.device("meta"): model = ...`), where they take no memory.
+        buckets: buckets as for `compile`.
         options: each field of `PlanOptions` by its name. With `device="auto"` a calibration must be
             of this very machine, with a named device of any that has it.
 
@@ -82,13 +82,13 @@ def plan_with(
     *,
     partly: bool = False,
 ) -> Planned:
-    """Returns what `plan` does, of options made before.
+    """Returns the plan for options made before, as `plan` does.
 
     Args:
-        model: as for `plan`.
-        buckets: as for `plan`.
-        options: those of `plan`.
-        ranges: the least and the largest lengths that one trace is to serve; None: the buckets'.
+        model: model as for `plan`.
+        buckets: buckets as for `plan`.
+        options: options of `plan`.
+        ranges: least and largest lengths that one trace is to serve; None: the buckets'.
         partly: whether buckets that fit with no setting are left without a plan, as
             `Planned.misfits`, and are no error.
 

@@ -1,4 +1,4 @@
-"""What the planner is asked for: the options, with the bytes of a model and its optimizer."""
+"""The planner's request: the options, with the bytes of a model and its optimizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dcpc.symbolic_profile import (
 def request_of(
     model: nn.Module, options: PlanOptions, sps: tuple[int, ...], target: Device
 ) -> PlanRequest:
-    """Returns what the planner is asked for: the options, with the model's bytes."""
+    """Returns the planner's request: the options, with the model's bytes."""
     world = options.world
     optimizer = OptimizerMemory(options.optimizer, options.optimizer_bytes, target.gpu)
     mode = options.parameters if world > 1 else "whole"
@@ -97,13 +97,13 @@ def target_of(device: str | Device) -> Device:
 def _residents(
     model: nn.Module, own: Sequence[nn.Parameter], optimizer: OptimizerMemory, mode: str
 ) -> list[int]:
-    """Bytes of each parameter, buffer, gradient and tensor of the optimizer's state.
+    """Returns the bytes of each parameter, buffer, gradient and tensor of the optimizer's state.
 
     Args:
-        model: the user's.
-        own: for each parameter what this rank updates of it.
-        optimizer: what trains the model.
-        mode: who holds them.
+        model: model of the user.
+        own: part of each parameter that this rank updates.
+        optimizer: memory of the optimizer.
+        mode: mode of parameters.
     """
     whole = list(model.parameters())
     held = own if mode in ("pull", "rounds") else whole
@@ -130,7 +130,7 @@ def rank_memory_bytes(
     Args:
         memory: bytes, also as a text such as "80GB"; or a share of what the device has, up to 1.0;
             None: all of it. What communicators take is off the device's, not off bytes.
-        device: what is planned for.
+        device: device that is planned for.
         world: ranks; they share the memory of a CPU.
         among: communicators of a rank; None: those of every degree that plans have by default.
 

@@ -37,8 +37,8 @@ class Traces:
 
     Args:
         model: the user's module.
-        buckets: all that are planned; those in which the same dims are 1 share a trace.
-        options: as for `plan`; who holds parameters does not matter here.
+        buckets: buckets to plan; those in which the same dims are 1 share a trace.
+        options: options of `plan`; the way to hold parameters does not matter here.
         ranges: the least and the largest lengths that one trace is to serve; None: the buckets'.
         programs: the captured programs, where they were made before.
 
@@ -70,10 +70,10 @@ class Traces:
         self._traced: list[Traced] = []
 
     def held(self, options: PlanOptions) -> dict[Bucket, Runnable]:
-        """Returns what is made from the trace of each bucket, in the buckets' order.
+        """Returns the runnable of each bucket, in the buckets' order.
 
         Args:
-            options: as for `plan`, with the mode of parameters and the block chosen.
+            options: options of `plan`, with the mode of parameters and the block chosen.
 
         Raises:
             TraceError: the model cannot be captured.
@@ -113,8 +113,8 @@ def search(traces: Traces, options: PlanOptions, *, partly: bool) -> Planned:
     """Returns the plan with parameters held in the first way in which every bucket fits.
 
     Args:
-        traces: of the model.
-        options: as for `plan`.
+        traces: traces of the model.
+        options: options of `plan`.
         partly: whether, where no way fits all buckets, those that fit are planned all the same;
             else planning ends at the first bucket that does not fit.
 
@@ -161,7 +161,7 @@ def _quickest(traces: Traces, options: PlanOptions, partly: bool) -> Planned:
 
 
 def _blocks(traces: Traces, options: PlanOptions) -> Iterator[int]:
-    """Yields the blocks within which a degree fits and a rank has room for what it keeps."""
+    """Yields the blocks within which a degree fits and a rank has room for its parameters' part."""
     every, world = degrees("auto", options.world), options.world
     asked = degrees(options.sp, world)
     for block in every[1:]:
@@ -210,12 +210,12 @@ def _planned(traces: Traces, options: PlanOptions, partly: bool) -> Planned:
 def calibration_key(
     traces: Sequence[Traced], device: Device, at: torch.device, world: int
 ) -> CalibrationKey:
-    """Returns what a calibration must be of that these traces are planned with.
+    """Returns the key that a calibration must have to plan these traces with it.
 
     Args:
-        traces: of the model, in the order of the buckets.
-        device: that is planned for.
-        at: where the model is.
+        traces: traces of the model, in the order of the buckets.
+        device: device that is planned for.
+        at: device of the model.
         world: number of ranks.
     """
     first = traces[0]

@@ -36,11 +36,11 @@ _MOST_SHAPES = 96  # shapes of several dims that are told apart
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Buckets and what they cost.
+    """Buckets and their padding.
 
     Attributes:
-        shapes: one a bucket, ascending by cost.
-        padding: share of the cost of all padded samples that is padding's, 0 to 1.
+        shapes: shape of each bucket, ascending by cost.
+        padding: padding's fraction of the cost of all padded samples, 0 to 1.
     """
 
     shapes: tuple[Shape, ...]
@@ -64,7 +64,7 @@ def sizes_for(
     Args:
         names: named dims, without `batch`.
         lengths: one entry a sample.
-        count: most buckets.
+        count: maximum number of buckets.
         padding: share of the cost that padding may be.
         multiple_of: number that sizes are rounded up to a multiple of; for all dims, or by name.
         seconds: cost of one sample; None: the product of its lengths.
@@ -164,8 +164,8 @@ def best_shapes(
 
     Args:
         counts: samples of each shape.
-        steps: for each dim, the number that its sizes are multiples of.
-        count: most buckets; None: as many as `padding` needs.
+        steps: divisor of each dim's sizes.
+        count: maximum number of buckets; None: as many as `padding` needs.
         padding: largest share of the cost that padding may be; the fewest buckets that keep it are
             taken. None: as many buckets as `count` allows.
         cost: cost of one sample of a shape; it grows with each dim.

@@ -1,4 +1,4 @@
-"""Input specs and shape buckets: what a user declares, checked, and the look-up by shape.
+"""Input specs and shape buckets, as declared and checked, and the look-up by shape.
 
     buckets = Buckets(
         inputs={"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"},
@@ -122,10 +122,10 @@ class Buckets:
         merged two at a time, and an image (a dim of 1) is not padded to a clip.
 
         Args:
-            inputs: as for `Buckets`.
+            inputs: input specs as for `Buckets`.
             lengths: one entry a sample: an integer where the inputs have one named dim besides
                 `batch`, else the length of each by name; or a dataset with `dims(i)`.
-            count: most buckets.
+            count: maximum number of buckets.
             padding: share of the cost that padding may be, above 0 and below 1: the fewest buckets
                 that keep it are taken. Default: 0.03, where `count` is not given either.
             multiple_of: number that sizes are rounded up to a multiple of; for all dims, or by
@@ -354,7 +354,7 @@ class Buckets:
 
 
 class _Declaration(BaseModel):
-    """Types of the fields; what they say to each other is checked after."""
+    """Types of the fields; relations between them are checked afterwards."""
 
     model_config = ConfigDict(extra="forbid")
 

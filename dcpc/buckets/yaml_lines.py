@@ -22,7 +22,7 @@ class LinedYaml:
 
     Attributes:
         data: the document as dicts, lists and scalars.
-        file: where it was read from.
+        file: path that it was read from.
         lines: 1-based line of each field.
     """
 
@@ -45,7 +45,7 @@ def read_yaml(file: str | Path, error: type[DcpcError]) -> LinedYaml:
         error: class to raise, that of the calling phase.
 
     Raises:
-        DcpcError: of class `error`; the file cannot be read, is not YAML or repeats a key.
+        DcpcError: the file cannot be read, is not YAML or repeats a key (class `error`).
     """
     file = path_of(file, error, "the file to read")
     try:
@@ -86,7 +86,7 @@ def path_of(file: object, error: type[DcpcError], what: str) -> Path:
         what: name of the file in the error text.
 
     Raises:
-        DcpcError: of class `error`; it is no path, or one that no file can have.
+        DcpcError: it is no path, or one that no file can have (class `error`).
     """
     if isinstance(file, str | Path) and str(file) and "\0" not in str(file):
         return Path(file)

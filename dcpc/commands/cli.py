@@ -1,4 +1,4 @@
-"""`dcpc report | plan | source | check`: what a compile would decide, and whether it is right.
+"""`dcpc report | plan | source | check`: the decisions of a compile, and whether it is right.
 
     dcpc plan examples.train_text:model --buckets examples/buckets.yaml --device h200 --world 8
 
@@ -163,7 +163,7 @@ def report(
 
 
 def _refuse_beside_stages(pipeline: int | None, **given: object) -> None:
-    """Refuses what a command does not do for a model in stages."""
+    """Refuses options that a command does not support for a model in stages."""
     for name in (name for name, value in given.items() if value and pipeline is not None):
         raise PlanError(
             f"got --pipeline {pipeline} with --{name}, or with more than one; expected one number "
@@ -172,7 +172,7 @@ def _refuse_beside_stages(pipeline: int | None, **given: object) -> None:
 
 
 def _check_worlds(worlds: Sequence[int], calibrated: bool) -> None:
-    """Refuses what-ifs of ranks that a calibration was not measured on."""
+    """Refuses `--world` values for which the calibration was not measured."""
     if calibrated and len(set(worlds)) > 1:
         raise PlanError(
             f"report: got --calibration with --world {', '.join(map(str, worlds))}; expected one "
@@ -188,7 +188,7 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _needs(planned: Planned, options: PlanOptions) -> Needs:
-    """Returns what the buckets need that fit with no setting."""
+    """Returns the needs of the buckets that no setting fits."""
 
     def memory_of(world: int) -> int:
         return rank_memory_bytes(options.memory, planned.device, world)
@@ -213,7 +213,7 @@ def plan(
     *,
     options: PlanOptions,
 ) -> None:
-    """Print every setting that was tried for each bucket: what fits, and which was chosen."""
+    """Print every setting tried for each bucket, whether it fits, and the chosen one."""
     planned, said = NamedModel(factory, buckets, seq).planned(options, partly=True)
     typer.echo(said + settings_text(planned), nl=False)
     if planned.misfits:
@@ -292,7 +292,7 @@ def replay(
     *,
     options: PlanOptions,
 ) -> None:
-    """Print a recorded step's timeline, gap and what binds it, and plan the same batch again."""
+    """Print a recorded step's timeline, gap and limiting cause, and plan the same batch again."""
     recorded = PlanFile.read(file)
     now = None
     if factory is not None:
@@ -342,7 +342,7 @@ def simulate(
     *,
     options: PlanOptions,
 ) -> None:
-    """Predict step time, tokens/s, idling and bytes sent of dcpc and of what one does today."""
+    """Predict step time, tokens/s, idling and bytes sent of dcpc and of common baselines."""
     check_writable("--trace", trace)
     check_drawable("--png", png)
     request = SimulationRequest(options.world, steps, tokens_per_step, seed, trace, png)

@@ -15,11 +15,11 @@ _WIDTH = 72
 
 
 def replay(recorded: PlanFile, table: PlanTable | None = None) -> str:
-    """Returns the recorded plan as text, and how a plan made now compares.
+    """Returns the recorded plan as text, and its comparison with a plan made now.
 
     Args:
-        recorded: the plan, with the table and the samples it was made from.
-        table: that of the model as it is now; None: the recorded one.
+        recorded: plan with the table and the samples it was made from.
+        table: table of the model as it is now; None: the recorded one.
 
     Raises:
         PlanError: `table` is another one than the plan was made from.
@@ -120,7 +120,7 @@ def _shorter(mb: PlannedMicroBatch) -> str:
 
 
 def _chart(plan: StepPlan, begins: tuple[float, ...], world: int) -> list[str]:
-    """A line a rank: the letter of each micro-batch over the time it takes, `.` where idle."""
+    """Returns a line a rank: each micro-batch's letter over its seconds, `.` where idle."""
     scale = _WIDTH / plan.makespan_s if plan.makespan_s > 0 else 0.0
     rows = [["."] * _WIDTH for _ in range(world)]
     for i, (mb, begin_s) in enumerate(zip(plan.micro_batches, begins, strict=True)):

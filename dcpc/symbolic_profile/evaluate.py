@@ -33,7 +33,7 @@ class Evaluator:
     Every method takes `dims`: symbol name -> integer, or array of integers (all of one shape).
 
     Args:
-        profile: what to evaluate.
+        profile: profile to evaluate.
 
     Example:
         evaluator(profile).peak_bytes({"batch": 4, "seq": 2048})
@@ -120,20 +120,20 @@ class Evaluator:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one forward and backward costs the rank that runs it, at given sizes.
+    """Memory, FLOPs and seconds of one forward and backward on one rank, at given sizes.
 
     Attributes:
-        peak_bytes: activations and new gradients at the worst moment.
+        peak_bytes: peak of the activations and new gradients.
         saved_bytes: activations kept between forward and backward.
         input_bytes: the inputs.
-        returned_bytes: what forward returns and backward does not take; in the peak they live to
+        returned_bytes: outputs of forward that backward does not read; within the peak they live to
             the end.
-        shared_bytes: what forward returns and backward takes, too.
-        flops: of matmuls, convolutions and attention.
-        wire_bytes: sent in collectives.
-        seconds_s: by the device's roofline, or by what was measured of it.
-        forward_s: forward's part of them.
-        seconds_error: median share by which such seconds were off, where measured.
+        shared_bytes: outputs of forward that backward reads, too.
+        flops: FLOPs of matmuls, convolutions and attention.
+        wire_bytes: bytes sent in collectives.
+        seconds_s: seconds by the device's roofline, or by its calibration.
+        forward_s: forward's part of `seconds_s`.
+        seconds_error: median relative error of such seconds, where the device is calibrated.
     """
 
     peak_bytes: int
@@ -152,8 +152,8 @@ class Meter:
     """Reads the costs of runs of one graph at given sizes, without an expression made for any.
 
     Args:
-        ledger: of the graph.
-        nodes: all of the graph's.
+        ledger: ledger of the graph.
+        nodes: all nodes of the graph.
     """
 
     def __init__(self, ledger: Ledger, nodes: Sequence[fx.Node]) -> None:
@@ -172,10 +172,10 @@ class Meter:
         self._price(ledger, work)
 
     def at(self, ledger: Ledger) -> Meter:
-        """Returns the same for groups of another number of ranks.
+        """Returns the meter for groups of another size.
 
         Args:
-            ledger: of the same nodes.
+            ledger: ledger of the same nodes, at the other group size.
         """
         work = self._all_work(ledger)
         if not self._basis.holds(e for w in work for e in (w.flops, w.bytes_moved, w.wire_bytes)):
@@ -190,7 +190,7 @@ class Meter:
         return list(dict.fromkeys(w for w in both if w is not None))
 
     def _price(self, ledger: Ledger, work: Sequence[Work]) -> None:
-        """Notes what calls cost."""
+        """Stores the ledger's group sizes and the coefficients of each call's costs."""
         self._ledger, basis = ledger, self._basis
         self._ranks = [int(at_ranks(group, ledger.ranks)) for group in self._groups]
         self._known: dict[tuple[int, ...], tuple[Integers, Floats]] = {}
@@ -205,12 +205,12 @@ class Meter:
         self._of: dict[fx.Node, tuple[int, int]] = {}
 
     def read(self, costs: Costs, dims: Mapping[str, int], device: Device) -> Prediction:
-        """Returns what a run costs.
+        """Returns memory, FLOPs and seconds of a run.
 
         Args:
-            costs: of a run, from the ledger.
+            costs: costs of the run, from the ledger.
             dims: symbol name -> size.
-            device: what it runs on.
+            device: device that runs it.
         """
         whole, exact = self._at(dims)
         timeline = costs.timeline
@@ -257,23 +257,23 @@ class Meter:
     def most_alive(
         self, costs: Costs, ranks: Sequence[Mapping[str, int]], device: Device
     ) -> Integers:
-        """Returns the most that is alive on any of some ranks at each point, `[points]` bytes.
+        """Returns the maximum over ranks of the live bytes at each point, `[points]` bytes.
 
         Args:
-            costs: of a run, from the ledger.
-            ranks: of each, symbol name -> size.
-            device: what it runs on.
+            costs: costs of the run, from the ledger.
+            ranks: for each rank: symbol name -> size.
+            device: device that runs it.
         """
         found: Integers = np.max([self.live_bytes(costs, dims, device) for dims in ranks], axis=0)
         return found
 
     def live_bytes(self, costs: Costs, dims: Mapping[str, int], device: Device) -> Integers:
-        """Returns what is alive at each point of a run's timeline, `[points]` bytes.
+        """Returns the live bytes at each point of a run's timeline, `[points]` bytes.
 
         Args:
-            costs: of a run, from the ledger.
+            costs: costs of the run, from the ledger.
             dims: symbol name -> size.
-            device: what it runs on.
+            device: device that runs it.
         """
         sizes = _in_blocks(self._matrix(costs) @ self._at(dims)[0], device)
         live: Integers = costs.timeline.live(sizes)
@@ -282,13 +282,13 @@ class Meter:
     def usage(
         self, costs: Costs, dims: Mapping[str, int], resident: Sequence[int], limit_bytes: float
     ) -> Usage:
-        """Returns what a run needs of a GPU's memory as torch's allocator gives it out.
+        """Returns a run's GPU memory as torch's caching allocator reserves it.
 
         Args:
-            costs: of a run, from the ledger.
+            costs: costs of the run, from the ledger.
             dims: symbol name -> size.
             resident: bytes of each tensor that stays, inputs excepted.
-            limit_bytes: of the GPU.
+            limit_bytes: memory of the GPU.
         """
         key = id(costs), limit_bytes, *values_of(self._symbols, dims), *resident
         if key not in self._usages:
@@ -313,7 +313,7 @@ class Meter:
         Args:
             nodes: the calls.
             dims: symbol name -> size.
-            device: what they run on.
+            device: device that runs them.
             forward: whether forward makes them.
         """
         whole, exact = self._at(dims)
@@ -327,9 +327,9 @@ class Meter:
     def memory(
         self, nodes: Sequence[fx.Node], dims: Mapping[str, int]
     ) -> tuple[dict[str, tuple[int, ...]], dict[int, float], dict[str, float]]:
-        """Returns the storages of each call's value, their bytes, and what calls need besides.
+        """Returns the storages of each call's value, their bytes, and each call's transient bytes.
 
-        Storages of placeholders are left out, as are calls that need nothing besides their outputs.
+        Storages of placeholders and calls without transients are left out.
         """
         whole, _ = self._at(dims)
         facts = self._ledger.facts

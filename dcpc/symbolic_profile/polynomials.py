@@ -1,4 +1,4 @@
-"""Sums of sizes as vectors over monomials: what makes 5,000 live-memory expressions cheap.
+"""Sums of sizes as vectors over monomials, so that 5,000 live-memory expressions are cheap.
 
 A size such as `batch*(4*seq + 8)` is `4*batch*seq + 8*batch`: two entries of a vector whose
 columns are the monomials met so far. Adding, comparing and evaluating many of them is then numpy,

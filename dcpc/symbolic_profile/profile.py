@@ -1,4 +1,4 @@
-"""What a run of a graph costs: each node is read once, whatever runs of the graph are asked for."""
+"""Costs of a run of a graph: each node is read once for all runs of the graph."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from dcpc.symbolic_profile.seconds.time import MATMUL_CLASSES
 def profile_partition(
     partition: Partition, sp: GroupSize = 1, threads: int | None = None
 ) -> Profile:
-    """Returns what a partition costs the rank that runs it, as expressions of the dims.
+    """Returns the costs of a partition on one rank, as expressions of the dims.
 
-    The device comes in only when a profile is evaluated.
+    The device is chosen when the profile is evaluated.
 
     Args:
         partition: forward and backward graphs; only read.
         sp: ranks of the group of every collective, or group name -> ranks.
-        threads: threads an op runs on, which the CPU's attention has buffers for; default: torch's.
+        threads: threads an op runs on, each with buffers in the CPU's attention; default: torch's.
 
     Raises:
         ProfileError: a size has a symbol that `partition.names` does not translate, or a gradient's
@@ -52,13 +52,13 @@ def profile_partition(
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What one forward and backward does.
+    """Costs of one forward and backward.
 
     Attributes:
-        timeline: its allocations and frees.
-        calls: of each kind a call, whether it is forward's, and how often such run.
-        parameters: sizes of the residents that are fixed, each storage once, and how often.
-        inputs: the same for the others.
+        timeline: allocations and frees.
+        calls: for each kind of call: one such call, whether it is forward's, and their number.
+        parameters: size of a fixed resident -> number of storages.
+        inputs: size of another resident -> number of storages.
         unpriced: ops that no table has.
     """
 
@@ -70,15 +70,15 @@ class Costs:
 
 
 class Ledger:
-    """What each node of a graph costs, read once for all that is run of it.
+    """Costs of each node of a graph, read once for all runs of it.
 
     Args:
         names: torch symbol -> expression of the bucket's dims.
         sp: ranks of the group of every collective, or group name -> ranks.
         threads: threads an op runs on; default: torch's.
-        fuses: whether the backend makes kernels of what is pointwise, as Inductor does.
+        fuses: whether the backend fuses pointwise calls into kernels, as Inductor does.
         gpu: capability of the GPU whose kernels ops run; None: they run the CPU's.
-        like: of another graph of the same tracer on the same device: calls on the same fake tensors
+        like: ledger of another graph of the same tracer and device: calls on the same fake tensors
             cost the same there.
         stays: numbers of the gradients that live to the end of backward, see `timeline_of`.
     """
@@ -170,7 +170,7 @@ class Ledger:
         return node.target, id(node.meta.get("val")), *alike, *first, arguments
 
     def work(self, node: fx.Node, *, forward: bool) -> Work | None:
-        """Returns the cost of a call, None for what costs nothing (a view)."""
+        """Returns the cost of a call, None for one without a cost (a view)."""
         kind = self._kind(node)
         if kind not in self._works:
             self._works[kind] = self._work(self._firsts[kind])
@@ -189,11 +189,11 @@ class Ledger:
         return both
 
     def costs(self, what: Partition | Schedule, fold: Fold | None = None) -> Costs:
-        """Returns what the graphs of a partition cost, or what a schedule does.
+        """Returns the costs of a partition's graphs, or of a schedule.
 
         Args:
-            what: what is run.
-            fold: which copies of a block stand for more.
+            what: partition or schedule to run.
+            fold: folded blocks and their copies; None: nothing is folded.
 
         Warns:
             UserWarning: ops that no table has, by name.
@@ -291,11 +291,11 @@ class Ledger:
 
 
 def with_constants(profile: Profile, values: Mapping[sympy.Symbol, sympy.Integer]) -> Profile:
-    """Returns a profile in which some symbols have a value.
+    """Returns a profile with values put in for some symbols.
 
     Args:
         profile: expressions of these symbols and others.
-        values: of the symbols.
+        values: value of each symbol.
     """
 
     def settle(size: sympy.Expr) -> sympy.Expr:
@@ -319,11 +319,11 @@ def _depends_on_ranks(work: Work) -> bool:
 
 
 def work_of(node: fx.Node, facts: Facts, sp: GroupSize, *, forward: bool) -> Work | None:
-    """Returns the cost of one node as a call of its own, None for what costs nothing (a view).
+    """Returns the cost of one node as a call of its own, None for one without a cost (a view).
 
     Args:
         node: a node of a forward, backward or joint graph.
-        facts: reads its values.
+        facts: reader of its values.
         sp: ranks of the group of every collective, or group name -> ranks.
         forward: whether it counts as forward.
     """

@@ -24,7 +24,7 @@ class ReportRow:
     """One line of the report: a bucket's plan and the profile of the variant it runs.
 
     Attributes:
-        plan: what was chosen for the bucket, and why.
+        plan: plan of the bucket, with the reason.
         profile: costs of the variant's partition.
         dims: symbol name -> size for every symbol of the profile, `batch` and local lengths
             included, at a full micro-batch.

@@ -1,4 +1,4 @@
-"""Translation validation: what dcpc runs is compared with the user's own model, by machine."""
+"""Translation validation: dcpc's graphs are compared with the user's own model, by machine."""
 
 from dcpc.verify.compare import Given
 from dcpc.verify.exactness import LossAndGradients

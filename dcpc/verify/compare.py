@@ -43,13 +43,13 @@ PART = 0.5  # of the loss that is differentiated, as training scales it: a power
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """How far something is from the plain model.
+    """Difference of a result from the plain model.
 
     Attributes:
-        reference: what it was compared with.
-        error: the largest difference.
-        right: whether that is within what rounding does.
-        rounds: whether it is more than usual, and what the plain model's own rounding does.
+        reference: outcome that it was compared with.
+        error: largest difference.
+        right: whether `error` is within rounding.
+        rounds: whether it exceeds the usual limit, but not the plain model's own rounding.
     """
 
     reference: Reference
@@ -74,14 +74,14 @@ def runs_own_kernels(parts: Partition) -> bool:
 
 
 class Given:
-    """What a program's graphs take in a comparison.
+    """Inputs of a program's graphs in a comparison.
 
     Args:
         program: the traced model.
-        model: the user's.
-        inputs: by name.
-        wide: in float64 throughout.
-        alike: see `draws.KnownDraws`.
+        model: model of the user.
+        inputs: input name -> tensor.
+        wide: whether all is in float64.
+        alike: whether all random numbers of a tensor are equal.
         wanted: names of the parameters, and `input_name` of inputs, whose gradients are compared.
     """
 
@@ -118,7 +118,7 @@ class Given:
         }
 
     def of_program(self, watch: Watch | None = None) -> LossAndGradients:
-        """Returns what the forward graph computes, differentiated by autograd."""
+        """Returns the forward graph's loss, and its gradients by autograd."""
         gm = self.program.gm
         with torch.enable_grad(), casting(self.device.type, None):
             output = Replay(gm, self.calls, watch).run(*in_order(gm, self.tensors))
@@ -134,12 +134,12 @@ class Given:
         integers: Sequence[Mapping[str, int]],
         dims: Mapping[sympy.Symbol, int],
     ) -> LossAndGradients:
-        """Returns what the forward and backward graphs of all ranks compute, sums included.
+        """Returns loss and gradients of all ranks' forward and backward graphs, sums included.
 
         Args:
-            lowering: whose partition it is.
+            lowering: lowering that the partition belongs to.
             parts: the graphs of any rank.
-            integers: what the graphs take besides tensors, of each rank.
+            integers: integers that the graphs of each rank take besides tensors.
             dims: length of every dim.
         """
         trained = lowering.joint.trainable
@@ -154,14 +154,14 @@ class Given:
         integers: Sequence[Mapping[str, int]],
         trained: Sequence[str],
     ) -> tuple[Sequence[Result], Gradients]:
-        """Returns what each rank of a group computes, and the sums of their gradients by name.
+        """Returns each rank's results in a group, and the sums of their gradients by name.
 
         All ranks run in this process.
 
         Args:
             parts: forward and backward graphs of each rank.
             integers: integers that its graphs take.
-            trained: placeholders whose gradients the graphs give.
+            trained: placeholders of the gradients that the graphs return.
         """
         tensors = {n: t.detach() for n, t in self.tensors.items()}
         ranks = run_in_step(parts, integers, tensors, self.calls, gradient_of)
@@ -191,7 +191,7 @@ class Given:
         return self.of_ranks([variant.partition for variant, _ in ranks], integers, trained)
 
     def _name(self, placeholder: str) -> str:
-        """Returns what the gradient of a placeholder is called."""
+        """Returns the name of a placeholder's gradient."""
         if placeholder in self.program.inputs:
             return input_name(self.program.inputs[placeholder])
         return self.leaf[self.program.parameters[placeholder]]
@@ -201,12 +201,12 @@ Make = Callable[[Given], LossAndGradients]
 
 
 def called(given: Given, variant: Variant, integers: tuple[int, ...]) -> LossAndGradients:
-    """Returns the loss of a variant of one rank, and the gradients that a backward of it leaves.
+    """Returns the loss of one rank's variant, and the gradients that its backward leaves.
 
     Args:
         given: tensors in the model's own dtypes.
-        variant: that draws no random numbers.
-        integers: of the call.
+        variant: variant that draws no random numbers.
+        integers: integers of the call.
     """
     wanted = {n: p for n, p in given.leaves.items() if p.requires_grad}
     with torch.enable_grad(), casting(given.device.type, None):
@@ -218,9 +218,9 @@ def called(given: Given, variant: Variant, integers: tuple[int, ...]) -> LossAnd
 
 
 def known_run(call: RewrittenCall) -> Make | None:
-    """Returns what runs a call with known random numbers, on one rank or on all ranks of a group.
+    """Returns a function that runs a call with known random numbers, on all ranks of its group.
 
-    None: what draws numbers is compiled, or the graphs are not for the call's sizes.
+    None: compiled code draws numbers, or the graphs are not for the call's sizes.
     """
     what, other = call.runs
     if isinstance(what, LoweredPair):

@@ -1,6 +1,6 @@
 """Comparisons of a trace, of graphs and of calls with the plain model's outcomes.
 
-A difference is a `VerifyError`; what was compared, and how far it was off, becomes a line.
+A difference is a `VerifyError`; each comparison with its error becomes a line of the report.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _REPORT = "report this with the model, it is a defect of dcpc; verify='off' trai
 
 
 class Comparisons:
-    """Compares what dcpc makes of one model with it.
+    """Compares dcpc's graphs and calls of one model with it.
 
     Args:
-        references: the plain model's outcomes.
+        references: outcomes of the plain model.
         thorough: whether graphs are compared at every point, not at one alone.
 
     Attributes:
-        lines: what was compared, for the report.
+        lines: a text for each comparison, for the report.
     """
 
     def __init__(self, references: References, thorough: bool) -> None:
@@ -94,7 +94,7 @@ class Comparisons:
         self._note(name, traced, done)
 
     def _advice(self, reference: Reference) -> str:
-        """Returns what to do about a difference from a model, which may differ from itself."""
+        """Returns the remedy for a difference from a model, which may differ from itself."""
         again = self.references.again(reference)
         error, _ = error_of(again, reference.outcome, ROUGHLY)
         if error.worst <= LIMIT:
@@ -125,14 +125,14 @@ class Comparisons:
         self.lines.append(f"{name}: {said}")
 
     def call(self, traced: Traced, variant: Variant, name: str = "") -> None:
-        """Compares what a call of a variant and its backward give, in the model's own dtypes.
+        """Compares a variant's call and its backward with the model, in the model's own dtypes.
 
         With two samples, and with one.
 
         Args:
             traced: the trace.
-            variant: of one rank.
-            name: for the report; "": it is not in there.
+            variant: variant of one rank.
+            name: name in the report; "": it is not in there.
         """
         if variant.draws:
             return
@@ -163,13 +163,13 @@ class Comparisons:
             self.lines.append(f"{name}: {', '.join(done)}")
 
     def composed(self, traced: Traced, make: Make, name: str, alike: bool) -> None:
-        """Compares what runs parts of a program in turn, in the model's own dtypes.
+        """Compares the parts of a program, run in turn, with the model, in its own dtypes.
 
         Args:
             traced: the trace.
-            make: runs all parts; their random numbers are known ones.
-            name: for the report.
-            alike: see `draws.KnownDraws`.
+            make: function that runs all parts; their random numbers are known ones.
+            name: name in the report.
+            alike: whether all random numbers of a tensor are equal.
         """
 
         def drawn(given: Given) -> LossAndGradients:
@@ -197,7 +197,7 @@ class Comparisons:
 
         Args:
             traced: the trace.
-            call: its first one.
+            call: first call of the program.
         """
         run, alike = known_run(call), isinstance(call.runs[0], LoweredPair)
         if run is None or not self.references.fits():
@@ -235,9 +235,9 @@ class Comparisons:
 
         Args:
             traced: the trace.
-            placement: of the graphs.
-            lowering: what they are parts of.
-            parts: the graphs.
+            placement: placement of the graphs.
+            lowering: lowering that they are parts of.
+            parts: graphs.
             own: points besides those of the trace.
         """
         if id(parts) in self._done:
@@ -297,14 +297,14 @@ class Comparisons:
         name: str,
         parts: Partition | None = None,
     ) -> list[str]:
-        """Compares something in the model's own dtypes, by what the plain model loses in them.
+        """Compares a result in the model's dtypes, within multiples of the plain model's error.
 
         Args:
-            program: of the trace.
-            make: computes loss and gradients.
-            reference: the plain model's; nothing is compared if not in float64.
-            name: of what is compared.
-            parts: graphs, compared if they run kernels there that float64 has not; None: others.
+            program: program of the trace.
+            make: function that computes loss and gradients.
+            reference: outcome of the plain model; nothing is compared if not in float64.
+            name: name of the compared thing.
+            parts: graphs, compared if they run kernels that float64 has not; None: something else.
         """
         if not reference.wide or (parts is not None and not runs_own_kernels(parts)):
             return []
@@ -330,15 +330,15 @@ class Comparisons:
         return [str(found)]
 
     def _compare(self, program: Program, make: Make, reference: Reference) -> Compared | None:
-        """Returns how far something is from the plain model; None where that says nothing.
+        """Returns the difference from the plain model; None where it has no meaning.
 
-        What float64 cannot do in a graph, or does a little otherwise as the graph has constants
-        that were rounded, is compared in the model's own dtypes.
+        A graph that cannot run in float64, or differs a little there as its constants were rounded,
+        is compared in the model's own dtypes.
 
         Args:
-            program: of the trace.
-            make: computes loss and gradients.
-            reference: the plain model's.
+            program: program of the trace.
+            make: function that computes loss and gradients.
+            reference: outcome of the plain model.
 
         Raises:
             VerifyError: it cannot be run where the plain model can.
@@ -385,7 +385,7 @@ class Comparisons:
             return failed
 
     def _given(self, program: Program, reference: Reference) -> Given:
-        """Returns what a program's graphs take to be compared with an outcome."""
+        """Returns the inputs of a program's graphs for a comparison with an outcome."""
         return Given(
             program,
             self.references.model,

@@ -1,4 +1,4 @@
-"""Which node of a program is where a wrong number begins."""
+"""Finds the node of a program at which a wrong number begins."""
 
 from __future__ import annotations
 

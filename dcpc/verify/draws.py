@@ -38,10 +38,10 @@ def known_normal(size: Sequence[int], alike: bool, dtype: torch.dtype, device: A
 
 
 def known_draws(alike: bool) -> dict[Any, Callable[..., Tensor]]:
-    """Returns what draws known numbers in place of each random op of dcpc's, by the op.
+    """Returns, for each random op of dcpc's, a function that draws known numbers in its place.
 
     Args:
-        alike: see `KnownDraws`.
+        alike: whether all random numbers of a tensor are equal.
     """
 
     def uniform(size: Sequence[int], seed: int, salt: int, index: int, *rest: Any) -> Tensor:
@@ -70,7 +70,7 @@ class KnownDraws(TorchDispatchMode):
     """Every random op of the plain model draws known numbers.
 
     Attributes:
-        drew: how many ops did.
+        drew: number of ops that drew.
     """
 
     def __init__(self, alike: bool) -> None:

@@ -57,15 +57,15 @@ class LossAndGradients:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far an outcome is from the plain model's.
+    """Difference of an outcome from the plain model's.
 
     Attributes:
         loss: relative difference of the loss; infinite where it is no number.
-        gradient: of the gradients the relative difference that is worst beside what is allowed.
-        parameter: name of the parameter whose gradient that is.
-        where: "loss" or that name: which of the two is worse beside what is allowed.
-        got: that loss, or the largest difference of that gradient.
-        expected: that loss, or the largest element of that gradient.
+        gradient: relative difference of the gradient that is worst beside its limit.
+        parameter: name of that gradient's parameter.
+        where: "loss" or that name: the worse of the two beside their limits.
+        got: loss, or the largest difference of that gradient.
+        expected: loss of the plain model, or the largest element of its gradient.
         sizes: length of every dim of the call.
         recompute: "none" or "all" of the segments.
     """
@@ -127,8 +127,8 @@ def relative_errors(
 
     Args:
         found: name of a parameter -> its gradient.
-        expected: the same of the plain model.
-        floor: that share.
+        expected: name of a parameter -> its gradient in the plain model.
+        floor: lower bound of a gradient's scale, as a share of the largest gradient.
         none_is_zero: whether no gradient is as good as zeros; else it has an infinite error.
     """
     scale = max((float(g.abs().max()) for g in expected.values() if g is not None), default=0.0)
@@ -166,11 +166,11 @@ def error_of(
     """Returns the largest difference of a loss and gradients, and all that are above a limit.
 
     Args:
-        found: what is judged.
-        expected: the plain model's.
-        floor: see `relative_errors`.
-        limit: of relative differences.
-        none_is_zero: see `relative_errors`.
+        found: outcome to judge.
+        expected: outcome of the plain model.
+        floor: lower bound of a gradient's scale, as a share of the largest gradient.
+        limit: maximum of relative differences.
+        none_is_zero: whether no gradient counts as 0, see `relative_errors`.
     """
     off = relative_errors(found.gradients, expected.gradients, floor, none_is_zero)
     off["loss"] = loss_error(found.loss, expected.loss)
@@ -180,15 +180,15 @@ def error_of(
 def own_error(
     found: LossAndGradients, plain: LossAndGradients, exact: LossAndGradients, dtype: torch.dtype
 ) -> tuple[Difference, list[str]]:
-    """Returns the error in a lower dtype that is worst beside what is allowed, and all above that.
+    """Returns the error in a lower dtype that is worst beside its limit, and names above limits.
 
-    Allowed is `OWN_TIMES` what the plain model loses in this dtype against float64, of the same
+    The limit is `OWN_TIMES` the plain model's error in this dtype against float64, of the same
     gradient or, if that is more, of all of them (root mean square).
 
     Args:
-        found: what is judged, in this dtype.
-        plain: the plain model's, in this dtype.
-        exact: the plain model's in float64.
+        found: outcome to judge, in this dtype.
+        plain: outcome of the plain model, in this dtype.
+        exact: outcome of the plain model in float64.
         dtype: the floating dtype that rounds most.
     """
     off, lost = (
@@ -208,7 +208,7 @@ def _worst(
     off: Mapping[str, float],
     allowed: Mapping[str, float],
 ) -> tuple[Difference, list[str]]:
-    """Returns the error that is worst beside what is allowed of it, and the names of all above."""
+    """Returns the error that is worst beside its limit, and the names of all above their limits."""
     off = {n: nan_as_infinite(e) for n, e in off.items()}
     worse = {n: (e / allowed[n], e) for n, e in off.items()}
     parameter = max((n for n in off if n != "loss"), key=worse.__getitem__, default="")

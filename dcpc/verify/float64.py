@@ -55,7 +55,7 @@ class Float64Throughout(TorchFunctionMode):
 
 
 class _Float64Results(TorchDispatchMode):
-    """Each op gives what it would give if the default dtype were float64."""
+    """Runs each op as if the default dtype were float64."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an op."""
@@ -74,8 +74,8 @@ def _widened(value: Any) -> Any:
 def float64_result(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns an ATen op's result as if float64 were the default dtype.
 
-    That dtype counts where no operand has a floating one: for zeros, a range or a quotient of
-    integers, not for what has operands of float32.
+    The default dtype counts where no operand has a floating one: for zeros, a range or a quotient
+    of integers, not for operands of float32.
     """
     if func is aten.lift_fresh.default and args[0].dtype in LOW:
         return args[0].double()  # Python's numbers, of which a function of torch's made a tensor
@@ -114,7 +114,7 @@ class InFloat64(nn.Module):
         self.train(model.training)
 
     def forward(self, **inputs: Tensor) -> Any:
-        """Returns what the model returns."""
+        """Returns the model's outputs."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         try:

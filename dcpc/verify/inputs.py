@@ -1,4 +1,4 @@
-"""Inputs to compare at: drawn from what the model's own graph lets each of them be."""
+"""Draws inputs to compare at, valid for the model's own graph."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ SPECIAL_SHARE = 4  # one element in so many has a value that the model treats ap
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """What the values of an integer input may be.
+    """Valid values of an integer input.
 
     Attributes:
-        count: they are below it.
+        count: upper bound: values are below it.
         special: values that the graph compares it with, such as a loss's ignored label.
-        ignored: of these, the ignored labels of losses.
+        ignored: values among these that losses ignore.
     """
 
     count: int
@@ -49,7 +49,7 @@ class _Range:
 
 
 def _range(source: fx.Node, program: Program) -> _Range:
-    """Returns what a graph says of the values of an integer placeholder."""
+    """Returns the values of an integer placeholder that a graph can take."""
     lengths: list[int] = []
     special: list[int] = []
     ignored: list[int] = []
@@ -106,10 +106,10 @@ def _length(user: fx.Node, index: fx.Node, program: Program) -> int | None:
 
 
 def counts(inputs: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns how much a micro-batch counts by each `weight=` that can be named, by its text.
+    """Returns the weight of a micro-batch by each `weight=` that can be named, by its text.
 
     Args:
-        inputs: of the micro-batch, by name.
+        inputs: input name -> tensor of the micro-batch.
     """
     found = {}
     for name, x in inputs.items():
@@ -127,10 +127,10 @@ def draw(
 
     Args:
         program: the traced model.
-        buckets: its inputs.
+        buckets: specs of the inputs.
         sizes: length of every dim, batch included.
         kind: one of `KINDS`.
-        device: where they go.
+        device: device of the result.
     """
     generator = torch.Generator().manual_seed(0)
     nodes = {n.name: n for n in program.gm.graph.nodes}
@@ -187,10 +187,10 @@ def example_inputs(
     """Returns inputs of one shape, the same on every rank.
 
     Args:
-        buckets: the inputs' specs.
+        buckets: specs of the inputs.
         sizes: length of every dim, batch included.
-        example: returns some of the inputs for a shape; the others are drawn: normal numbers,
-            integers 0 and 1, ones where a name has "mask" in it.
+        example: function that returns some of the inputs for a shape; others are drawn: normal
+            numbers, integers 0 and 1, ones where a name has "mask" in it.
 
     Raises:
         BucketError: `example` returns an input that there is not, or one of another shape.

@@ -44,13 +44,13 @@ class Point:
 
 
 def points(buckets: Buckets, program: Program) -> list[Point]:
-    """Returns shapes to compare at, those that say most first.
+    """Returns shapes to compare at, the most telling first.
 
     Near the smallest bucket with other lengths than in the trace; that bucket itself with one
     sample; lengths far below; every other bucket, small ones first.
 
     Args:
-        buckets: that share the trace.
+        buckets: buckets that share the trace.
         program: the trace.
     """
     hints = program.hints
@@ -95,14 +95,14 @@ def _tiny(buckets: Buckets, smallest: Bucket, program: Program) -> Point:
 
 
 class Budget:
-    """How long comparisons may take, and in how many bytes.
+    """Limits of comparisons: seconds, and bytes.
 
     Args:
         unbounded: whether time does not matter.
 
     Attributes:
         spent_s: seconds in `within`.
-        room_bytes: for copies of parameters and for gradients.
+        room_bytes: memory for copies of parameters and for gradients.
     """
 
     def __init__(self, unbounded: bool) -> None:
@@ -112,12 +112,12 @@ class Budget:
 
     @contextmanager
     def within(self, budget_s: float, spare_s: float, room_bytes: int) -> Iterator[None]:
-        """Sets until when comparisons may start, and adds up what they take.
+        """Sets the end of the time for comparisons, and adds up the seconds they take.
 
         Args:
             budget_s: seconds for comparisons.
             spare_s: seconds in which extra points may be begun.
-            room_bytes: for copies of parameters and for gradients.
+            room_bytes: memory for copies of parameters and for gradients.
         """
         self._start_s = time.perf_counter()
         self._until_s = math.inf if self._unbounded else self._start_s + budget_s
@@ -134,7 +134,7 @@ class Budget:
 
     @property
     def has_spare_time(self) -> bool:
-        """Whether more than what has to be compared may be begun."""
+        """Whether comparisons beyond the required ones may begin."""
         return time.perf_counter() < self._spare_s
 
     def allows(self, seconds_s: float, extra: bool) -> bool:

@@ -37,12 +37,12 @@ LEAST_LIMIT, ROUNDINGS = 1e-3, 4
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the plain model said of some inputs.
+    """Losses of the plain model for some inputs.
 
     Attributes:
-        point: their lengths.
-        losses: one each.
-        inputs: of each.
+        point: lengths of the inputs.
+        losses: loss of each input.
+        inputs: input name -> tensor, for each loss.
         eps: rounding of the dtype in which they were computed; None: float64 throughout.
     """
 
@@ -85,10 +85,10 @@ def state(
     """Returns leaves that stand for the model's parameters, and its buffers, by name.
 
     Args:
-        model: the user's; not changed.
+        model: model of the user; not changed.
         wide: whether they are copies in float64; else they share the model's memory.
         wanted: names of the parameters whose gradients are compared.
-        device: of values for parameters of which this rank has its rows alone: they are drawn.
+        device: device of the drawn values of parameters of which this rank has rows alone.
     """
     parameters = {
         n: widened(valued(n, p.detach(), device), wide).detach().requires_grad_(n in wanted)
@@ -113,21 +113,21 @@ def plain(
     loss: Loss | None = None,
     nudged: Nudged | None = None,
 ) -> LossAndGradients:
-    """Returns what the model itself computes.
+    """Returns the loss and the gradients of the model itself.
 
     Neither its parameters nor their `grad` change, nor torch's random numbers, nor anything that
     another thread of this process sees: a dataset may be read in one meanwhile.
 
     Args:
-        model: the user's.
-        inputs: by name.
-        wide: in float64 throughout: parameters, inputs, and every cast to a lower dtype.
-        alike: see `KnownDraws`.
-        autocast: what it is trained under, where it is not `wide`.
+        model: model of the user.
+        inputs: input name -> tensor.
+        wide: whether parameters, inputs, and every cast to a lower dtype are in float64.
+        alike: whether all random numbers of a tensor are equal.
+        autocast: dtype that it is trained under, where it is not `wide`.
         wanted: names of the parameters, and `input_name` of inputs, whose gradients are compared;
             None: all trainable parameters.
-        loss: of what forward returned; None: forward returned it.
-        nudged: moves what each op computes; None: nothing does.
+        loss: function from forward's outputs to the loss; None: forward returns it.
+        nudged: mode that moves each op's results; None: nothing does.
     """
     if wanted is None:
         wanted = trainable(model)
@@ -155,14 +155,14 @@ def plain(
 
 
 class Nudged(TorchDispatchMode):
-    """Moves each number that an op computes of what has a gradient, or that is one, at random.
+    """Moves at random each result of values that have a gradient, and each gradient.
 
     As if each op rounded its result to fewer digits. Masks, positions and other preparations stay
     as they are, and so does 0.
 
     Args:
-        share: of a number by which it is moved at most, up or down.
-        seed: of the random numbers.
+        share: fraction of a number by which it is moved at most, up or down.
+        seed: seed of the random numbers.
     """
 
     def __init__(self, share: float, seed: int) -> None:
@@ -195,15 +195,15 @@ class Nudged(TorchDispatchMode):
 
 
 def rounding_of(run: Callable[[Nudged | None], LossAndGradients], dtype: torch.dtype) -> Gaps:
-    """Returns how far loss and gradients move if each op's result moves by an epsilon.
+    """Returns the move of loss and gradients if each op's result moves by an epsilon.
 
-    What is found at a larger share is scaled down to the epsilon: nothing else rounds there, and a
+    Moves at a larger share are scaled down to the epsilon: nothing else rounds there, and a
     decision that flips (the larger of two equal numbers) is told from rounding, as its effect does
     not shrink with the share. Such a number is left out.
 
     Args:
-        run: computes them with results moved so.
-        dtype: whose rounding is asked for.
+        run: function that computes loss and gradients with results moved so.
+        dtype: dtype that rounds.
 
     Returns:
         "loss" and the name of each gradient -> its largest move.
@@ -228,7 +228,7 @@ def gradients_of(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | No
 
 
 def input_name(name: str) -> str:
-    """Returns what the gradient of an input is called beside those of parameters."""
+    """Returns the name of an input's gradient beside those of parameters."""
     return f"input '{name}'"
 
 
@@ -244,7 +244,7 @@ def leaves_of(
     """Returns the inputs, those whose gradients are compared as leaves of their own.
 
     Args:
-        inputs: by name; not changed.
+        inputs: input name -> tensor; not changed.
         wide: whether in float64.
         wanted: names of the parameters, and `input_name` of inputs, whose gradients are compared.
     """

@@ -35,8 +35,8 @@ class Reference:
     """The plain model's outcome at one point.
 
     Attributes:
-        point: where.
-        inputs: what it was given.
+        point: lengths of the inputs.
+        inputs: input name -> tensor.
         outcome: loss and gradients.
         wide: whether in float64 throughout.
         alike: whether random numbers were all alike.
@@ -59,17 +59,17 @@ def _filled(x: Tensor, shape: tuple[int, ...], value: int | float) -> Tensor:
 
 
 class References:
-    """What the plain model computes at the points of each trace.
+    """Computes the plain model's outcomes at the points of each trace.
 
     Args:
-        model: the user's.
-        buckets: what it is compiled for.
-        planned: its traces and plans.
+        model: model of the user.
+        buckets: buckets that it is compiled for.
+        planned: traces and plans of the model.
         unbounded: whether time does not matter.
 
     Attributes:
-        budget: of time and room.
-        groups: buckets that share a trace, and what is made from it.
+        budget: limits of time and memory.
+        groups: buckets that share a trace, and the trace.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class References:
 
     @contextmanager
     def within(self, budget_s: float, spare_s: float, room_bytes: int) -> Iterator[None]:
-        """Allows comparisons (`Budget.within`), with what the parameters are now."""
+        """Allows comparisons (`Budget.within`), with the parameters' present values."""
         self._known.clear()
         with self.budget.within(budget_s, spare_s, room_bytes):
             yield
@@ -105,8 +105,8 @@ class References:
 
         Args:
             traced: the trace.
-            alike: see `draws.KnownDraws`.
-            more: points besides.
+            alike: whether all random numbers of a tensor are equal.
+            more: further points.
         """
         seen, number = False, self.number(traced)
         for point in (*self.points[number], *more):
@@ -139,7 +139,7 @@ class References:
         return replace(reference, outcome=outcome, wide=False)
 
     def again(self, reference: Reference) -> LossAndGradients:
-        """Returns what the plain model makes of the same inputs another time."""
+        """Returns the plain model's outcome for the same inputs, run another time."""
         wanted = tuple(reference.outcome.gradients)
         return self._plain(reference.inputs, reference.wide, reference.alike, wanted)
 
@@ -151,14 +151,14 @@ class References:
         dtype: torch.dtype,
         times: float,
     ) -> bool:
-        """Whether differences are what the plain model's own rounding does, as in a full softmax.
+        """Whether differences are within the plain model's own rounding, as in a full softmax.
 
         Args:
-            found: what is judged.
-            reference: what it is compared with.
-            over: "loss" and names of gradients: those that are judged.
-            dtype: that rounds most in what is judged.
-            times: what rounding does that is allowed.
+            found: outcome to judge.
+            reference: outcome to compare with.
+            over: names to judge: "loss" and gradients.
+            dtype: dtype that rounds most in `found`.
+            times: multiple of the rounding that is allowed.
         """
         wide, names = reference.wide or self.fits(wide=True), [n for n in over if n != "loss"]
 
@@ -177,8 +177,8 @@ class References:
 
         Args:
             sizes: length of every dim.
-            inputs: by name.
-            alike: see `draws.KnownDraws`.
+            inputs: input name -> tensor.
+            alike: whether all random numbers of a tensor are equal.
         """
         return Reference(Point(sizes), inputs, self._plain(inputs, False, alike), False, alike)
 
@@ -190,7 +190,7 @@ class References:
         Args:
             traced: the trace of the inputs.
             names: dims that get longer.
-            pad: input name -> what fills it up at its end.
+            pad: input name -> value that fills it up at its end.
 
         Returns:
             The lengths and both losses; or why the model computes none.
@@ -207,14 +207,14 @@ class References:
     def halves(self, traced: Traced, pad: Mapping[str, int | float]) -> Asked | str:
         """Returns the plain model's losses of a few samples together, and of each half of them.
 
-        The last sample is padded, where `pad` says with what.
+        The last sample is padded in the inputs that `pad` has.
 
         Args:
             traced: the trace of the inputs.
-            pad: input name -> what fills it up at its end.
+            pad: input name -> value that fills it up at its end.
 
         Returns:
-            The lengths, the three losses and what they are of; or why the model computes none.
+            The lengths, the three losses and their inputs; or why the model computes none.
         """
         specs = self.groups[self.number(traced)][0].inputs
 
@@ -244,7 +244,7 @@ class References:
             cases: drawn rows -> the packed rows, then each sequence of them that counts.
 
         Returns:
-            The lengths, the losses and what they are of; or why the model computes none.
+            The lengths, the losses and their inputs; or why the model computes none.
         """
         return self._asked(traced, KINDS[::-1], {BATCH: 2}, lambda rows, _: cases(rows))
 
@@ -255,13 +255,13 @@ class References:
         changed: Mapping[str, int],
         cases: Callable[[Inputs, Mapping[str, int]], list[Inputs]],
     ) -> Asked | str:
-        """Returns the plain model's losses of what is made of drawn inputs; or why there are none.
+        """Returns the plain model's losses for inputs made from drawn ones; or the reason for none.
 
         Args:
             traced: the trace of the inputs.
-            kinds: of inputs to draw, in the order in which they are tried.
+            kinds: kinds of inputs to draw, in the order in which they are tried.
             changed: lengths other than those of a point.
-            cases: (inputs, their lengths) -> the inputs of each loss.
+            cases: function from the drawn inputs and their lengths to the inputs of each loss.
         """
         mine, _ = self.groups[self.number(traced)]
         said = ""
@@ -304,7 +304,7 @@ class References:
         return 3 * cost.flops * plan.sp / rate
 
     def _reference(self, number: int, point: Point, alike: bool) -> Reference | str:
-        """Returns what the plain model makes of the first inputs that it takes, or why of none."""
+        """Returns the plain model's outcome for the first inputs that it takes, or why none."""
         mine, traced = self.groups[number]
         said = ""
         if self._draws_parameters and not self.fits():

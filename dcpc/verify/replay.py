@@ -18,11 +18,11 @@ Make = Callable[[Any, Any, Any], Any]
 
 
 def calls(*, wide: bool, alike: bool) -> Make:
-    """Returns what makes a call of a graph so that it can be compared with the plain model's.
+    """Returns a function that runs a call of a graph for the comparison with the plain model.
 
     Args:
         wide: whether every lower floating dtype that a call names is float64.
-        alike: see `draws.KnownDraws`.
+        alike: whether all random numbers of a tensor are equal.
     """
     run: dict[Any, Any] = {**RUN, **known_draws(alike)}
 
@@ -75,12 +75,12 @@ def _is_other(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 class Replay(fx.Interpreter):
-    """Runs a graph, by what `calls` returns, and shows each node's value.
+    """Runs a graph by the function of `calls`, and shows each node's value.
 
     Args:
         gm: the graph.
-        call: makes each call.
-        watch: called with each node and its value.
+        call: function that runs each call.
+        watch: function called with each node and its value.
     """
 
     def __init__(self, gm: fx.GraphModule, call: Make, watch: Watch | None = None) -> None:

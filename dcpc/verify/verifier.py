@@ -1,4 +1,4 @@
-"""Holds what dcpc is about to run against the model itself, and refuses what differs.
+"""Compares dcpc's graphs with the model itself before they run, and refuses those that differ.
 
 `Verifier.start` runs at compile: each trace, then the graphs of the chosen plans while there is
 time to spare, but those that only run or are only traced in whole later (Inductor's, and those of a
@@ -49,18 +49,18 @@ class Verifier:
     """Compares traces and variants of one model with it.
 
     Args:
-        model: the user's.
-        buckets: what it is compiled for.
-        planned: its traces and plans.
+        model: model of the user.
+        buckets: buckets that it is compiled for.
+        planned: traces and plans of the model.
         mode: one of `dcpc.plan.options.VERIFY`.
 
     Attributes:
-        lines: what was compared, for the report.
-        postponed_s: what tracing and planning took, where `start` waits for the model's values.
+        lines: a text for each comparison, for the report.
+        postponed_s: seconds of tracing and planning, where `start` waits for the model's values.
     """
 
     def __init__(self, model: nn.Module, buckets: Buckets, planned: Planned, mode: str) -> None:
-        """Keeps what to compare."""
+        """Stores the model and its plans; compares nothing yet."""
         self.model, self.planned, self.mode = model, planned, mode
         self.references = References(model, buckets, planned, unbounded=mode == "full")
         self._compared = Comparisons(self.references, thorough=mode == "full")
@@ -82,10 +82,10 @@ class Verifier:
         """Compares the traces, and the graphs of the chosen plans as far as there is time.
 
         Args:
-            compile_s: what tracing and planning took.
+            compile_s: seconds of tracing and planning.
 
         Raises:
-            VerifyError: one of them does not compute what the model computes.
+            VerifyError: one of them differs from the model.
         """
         if self.mode == "off":
             return
@@ -107,10 +107,10 @@ class Verifier:
                     self._variant(runnable, self.planned.placement(bucket), plan.menu_step)
 
     def problem(self, compile_s: float) -> VerifyError | None:
-        """Returns what `start` finds; not raised, as ranks have to tell each other first.
+        """Returns the error of `start`; not raised, as ranks have to tell each other first.
 
         Args:
-            compile_s: what tracing and planning took.
+            compile_s: seconds of tracing and planning.
         """
         try:
             self.start(compile_s)
@@ -121,13 +121,13 @@ class Verifier:
     def composed_problem(
         self, traced: Traced, make: Make, name: str, *, alike: bool = False
     ) -> VerifyError | None:
-        """Returns how what runs the parts of a model in turn differs from it; None: it does not.
+        """Returns how a model's parts, run in turn, differ from it; None: they do not.
 
         Args:
             traced: the trace that was cut into parts.
-            make: runs all parts, in the model's own dtypes.
-            name: for the report.
-            alike: see `draws.KnownDraws`; where ranks have pieces of what is drawn.
+            make: function that runs all parts, in the model's own dtypes.
+            name: name in the report.
+            alike: whether all random numbers of a tensor are equal: where ranks draw pieces of it.
         """
         if self.mode == "off":
             return None
@@ -139,21 +139,21 @@ class Verifier:
         return None
 
     def postponed_problem(self) -> VerifyError | None:
-        """Returns what `start` finds where it has waited for the model's values; once."""
+        """Returns the error of `start` where it has waited for the model's values; once."""
         compile_s, self.postponed_s = self.postponed_s, None
         return None if compile_s is None else self.problem(compile_s)
 
     def padding_problem(
         self, traced: Traced, names: tuple[str, ...], pad: Mapping[str, int | float]
     ) -> DispatchError | None:
-        """Returns what is wrong with filling inputs up: it changes the model's loss.
+        """Returns an error if filling up inputs changes the model's loss.
 
         Looked up once for the same values, at small lengths, with the plain model.
 
         Args:
             traced: the trace of the inputs.
             names: dims that get longer.
-            pad: input name -> what fills it up at its end.
+            pad: input name -> value that fills it up at its end.
         """
         key = (self.references.number(traced), names, tuple(sorted(pad.items())))
         if self.mode == "off" or key in self._padded:
@@ -181,14 +181,14 @@ class Verifier:
     def division_problems(
         self, weigh: Callable[[Mapping[str, Tensor]], float] | None, pad: Mapping[str, int | float]
     ) -> Mapping[str, str]:
-        """Returns what a sample's loss depends on besides the sample, each with why.
+        """Returns each thing besides the sample that a sample's loss depends on, with the reason.
 
         "micro_batch": on who shares its micro-batch, "padding": on its bucket. Looked up with the
         plain model, on a few drawn samples. Where it cannot be asked nothing is said.
 
         Args:
-            weigh: of a micro-batch's inputs; None: by its samples.
-            pad: input name -> what fills it up at its end.
+            weigh: function from a micro-batch's inputs to its weight; None: number of its samples.
+            pad: input name -> value that fills it up at its end.
         """
         mine, traced = self.references.groups[0]
         if self.mode == "off" or BATCH not in mine.names or not self.references.fits():
@@ -233,14 +233,14 @@ class Verifier:
     def packing_problem(
         self, cases: Callable[[Inputs], list[Inputs]], weigh: Callable[[Inputs], float]
     ) -> str:
-        """Returns how packed rows have another loss than their sequences; "": they have not.
+        """Returns the difference of packed rows' loss from their sequences'; "": there is none.
 
         Looked up with the plain model, on a few drawn sequences. Where it cannot be asked nothing
         is said.
 
         Args:
             cases: drawn rows -> the packed rows, then each of their sequences alone.
-            weigh: of the inputs of one sequence.
+            weigh: function from the inputs of one sequence to its weight.
         """
         _, traced = max(self.references.groups, key=lambda group: _longest(group[0]))
         if self.mode == "off" or not self.references.fits():
@@ -306,13 +306,13 @@ class Verifier:
 
         Args:
             traced: the trace.
-            placement: of the graphs.
-            lowering: what they are parts of.
-            parts: the graphs.
-            sizes: what they will run at, and may be for alone.
+            placement: placement of the graphs.
+            lowering: lowering that they are parts of.
+            parts: graphs.
+            sizes: dim -> size of the first run, the only one they may be for.
 
         Raises:
-            VerifyError: they do not compute what the model computes.
+            VerifyError: they differ from the model.
         """
         # Gradients and the optimizer's state may be there by now.
         with self.references.within(LEAST_S, 0.0, int(0.1 * self.planned.memory_bytes)):
@@ -322,15 +322,15 @@ class Verifier:
     def runs(self, traced: Traced, variant: Variant) -> None:
         """Compares the first variant of one rank as it is called: autograd, boxes, own dtypes.
 
-        What is between the graphs and a user is the same for all of them. In half precision also
-        what Inductor compiled: its kernels are compared in that precision alone.
+        The layers between the graphs and a user are the same for all variants. In half precision
+        Inductor's kernels are compared here, too: they run in that precision alone.
 
         Args:
             traced: the trace.
-            variant: that is about to run for the first time.
+            variant: variant that is about to run for the first time.
 
         Raises:
-            VerifyError: it does not give what the model gives.
+            VerifyError: it differs from the model.
         """
         gathers = traced.units is not None
         compiled = variant.backend != "eager"
@@ -348,10 +348,10 @@ class Verifier:
 
         Args:
             traced: the trace.
-            call: with inputs of the user's.
+            call: call with inputs of the user.
 
         Raises:
-            VerifyError: it does not give what the model gives.
+            VerifyError: it differs from the model.
         """
         with self.references.within(LEAST_S, 0.0, int(0.1 * self.planned.memory_bytes)):
             self._compared.rewritten(traced, call)
@@ -365,7 +365,7 @@ class Verifier:
                 self._variant(runnable, runnable.priced.placement(sizes, row.sp), row.menu_step)
 
     def _compiled(self) -> None:
-        """Compares what the backend made of the chosen plans of one rank."""
+        """Compares the backend's code for the chosen plans of one rank."""
         for bucket, plan in self.planned.plans.items():
             runnable = self.planned.by_bucket[bucket]
             alone = plan.sp == 1 and runnable.traced.units is None
@@ -386,7 +386,7 @@ class Verifier:
         self._compared.graphs(runnable.traced, placement, lowering, parts)
 
     def report(self) -> str:
-        """Returns what was compared with the model, where, and how far it was off."""
+        """Returns each comparison with the model: its graphs, its points, and the difference."""
         if self.mode == "off":
             return "not verified: verify='off'\n"
         if self.postponed_s is not None:

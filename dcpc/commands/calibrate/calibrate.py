@@ -61,17 +61,17 @@ def calibrate(
     group: dist.ProcessGroup | None = None,
     budget_s: float = BUDGET_S,
 ) -> Calibration:
-    """Returns what this device does with the model's own calls, and these ranks' links.
+    """Returns the measured rates of this device for the model's calls, and of the ranks' links.
 
     Two blocks of the model are run, forward and backward, at four lengths of the buckets; each call
     is timed alone and the whole as it runs.
 
     Args:
-        model: as for `dcpc.compile`; on the device to measure.
-        buckets: as for `dcpc.compile`.
+        model: model as for `dcpc.compile`, on the device to measure.
+        buckets: buckets as for `dcpc.compile`.
         backend: "eager" or "inductor".
-        autocast: as for `dcpc.compile`.
-        example: returns inputs of a shape, as for `dcpc check`; others are drawn.
+        autocast: dtype of autocast, as for `dcpc.compile`.
+        example: function that returns inputs of a shape, as for `dcpc check`; None: they are drawn.
         group: ranks to measure on, all of which call this and get the same; default: the
             initialised process group or torchrun's ranks, or one rank alone.
         budget_s: seconds to measure for, beside the tracing.
@@ -119,14 +119,14 @@ def fitted(
     collectives: tuple[CollectiveFit, ...] = (),
     apart: Collection[str] = (),
 ) -> tuple[Fits, tuple[CalibratedPoint, ...]]:
-    """Returns the fits of all timed calls, and how well they say each whole run.
+    """Returns the fits of all timed calls, and their prediction of each whole run.
 
     Calls are timed one after the other with a clock between them. As a whole they find other
-    caches, and a compiler fuses them: the fits of each direction are scaled by what that changes.
+    caches, and a compiler fuses them: the fits of each direction are scaled by that change.
 
     Args:
-        wholes: what ran.
-        collectives: their fits.
+        wholes: measured excerpts.
+        collectives: fits of the collectives.
         apart: classes that a compiler leaves as they are: the others' fits are scaled alone.
     """
     samples = [s for whole in wholes for s in (*whole.samples, *whole.alone)]
@@ -155,7 +155,7 @@ def _changed(
     parts: Sequence[tuple[Sequence[TimedCall], float]],
     apart: Collection[str],
 ) -> float:
-    """Returns the median of (what was left of a whole) / (what was timed alone), from 0 up."""
+    """Returns the median of (rest of a whole's seconds) / (seconds of its calls alone), from 0."""
     found = []
     for samples, whole_s in parts:
         kept_s = predicted_s(alone, [s for s in samples if s.op_class in apart])

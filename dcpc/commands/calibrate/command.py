@@ -29,15 +29,15 @@ DEFAULT_FILE = Path("calibration.json")
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRequest:
-    """What to calibrate.
+    """Arguments of `dcpc calibrate`.
 
     Attributes:
         factory: `module:factory` of the model.
-        file: of the buckets.
+        file: file of the buckets.
         device: "cpu", "cuda" or "auto": a GPU where there is one.
         backend: "eager" or "inductor".
         autocast: "none", "bfloat16" or "float16".
-        example: `module:function` of the inputs, or None.
+        example: `module:function` that makes the inputs, or None.
     """
 
     factory: str
@@ -84,7 +84,7 @@ def measured(request: CalibrationRequest, world: int) -> Calibration | None:
     """Returns the calibration; None on all of torchrun's ranks but the first.
 
     Args:
-        request: what to calibrate.
+        request: arguments of the command.
         world: ranks to start, 1 under torchrun.
 
     Raises:
@@ -124,7 +124,7 @@ def on_rank(rank: int, request: CalibrationRequest) -> Calibration:
 
 
 def calibration_text(found: Calibration) -> str:
-    """Returns what a person reads: the rates that were found, and how far they may be off."""
+    """Returns a table of the measured rates and their errors, for a person."""
     key, fits = found.key, found.fits
     ranks = "1 rank" if key.world == 1 else f"{key.world} ranks"
     title = f"{key.device}: {key.machine}; {ranks}, {key.dtype}, {key.backend}"

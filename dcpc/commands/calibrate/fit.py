@@ -26,12 +26,12 @@ class TimedCall:
     """One call, timed.
 
     Attributes:
-        op_class: as `ir.Work` says, or `VIEW`.
+        op_class: class of ops as in `ir.Work`, or `VIEW`.
         forward: whether of a forward graph.
         dtype: element type.
         flops: floating-point operations.
-        bytes_moved: read and written.
-        seconds_s: measured.
+        bytes_moved: bytes read and written.
+        seconds_s: measured seconds.
     """
 
     op_class: str
@@ -109,7 +109,7 @@ def _least(
 def curve(samples: Sequence[TimedCall]) -> ClassFit:
     """Returns seconds as launch + FLOPs times a rate that depends on the FLOPs a byte.
 
-    What a call takes at least, calls tell that differ in nothing but how many rows they have.
+    The launch follows from calls that differ only in their number of rows.
     """
     priced = [s for s in samples if s.flops > 0 and s.bytes_moved > 0]
     if not priced:

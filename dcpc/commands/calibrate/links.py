@@ -1,7 +1,7 @@
 """Times each collective over the real process groups: seconds of an empty one, and a byte's.
 
-As in a model each comes after some work: ranks do not end that at the same time, and the caches
-hold something else. What a rank waits for the others is part of the seconds.
+As in a model each comes after some work: ranks do not end it at the same time, and the caches hold
+other data. A rank's wait for the others is part of the seconds.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def time_collectives(groups: Groups, budget_s: float) -> tuple[CollectiveFit, ..
     """Returns alpha and seconds a byte of each collective and group size; every rank calls this.
 
     Args:
-        groups: this rank's, one size after the other is timed.
-        budget_s: for all of it.
+        groups: groups of this rank; one size after the other is timed.
+        budget_s: seconds for all of them.
     """
     found: list[CollectiveFit] = []
     degrees = groups.degrees[1:]
@@ -54,7 +54,7 @@ def time_collectives(groups: Groups, budget_s: float) -> tuple[CollectiveFit, ..
 
 
 def _work(groups: Groups) -> Callable[[], None]:
-    """Returns what takes each rank about `WORK_S` and is the same on all."""
+    """Returns a function that takes each rank about `WORK_S`, the same on all ranks."""
     x = torch.randn(2 * FEATURES, FEATURES, device=groups.device)
     weight = torch.randn(FEATURES, FEATURES, device=groups.device)
 

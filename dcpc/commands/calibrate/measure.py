@@ -32,13 +32,13 @@ SHORTEST_S = 1e-9  # of a call: a clock may not move meanwhile
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """One excerpt, forward and backward, as it ran.
+    """Measured seconds of an excerpt, forward and backward.
 
     Attributes:
-        sizes: batch included.
-        samples: of its calls, with the seconds they had alone.
-        forward_s: of the whole forward, compiled.
-        backward_s: of the whole backward, compiled.
+        sizes: dim -> size, batch included.
+        samples: calls of the excerpt, each with its seconds alone.
+        forward_s: seconds of the whole forward, compiled.
+        backward_s: seconds of the whole backward, compiled.
         alone: calls that ran by themselves at other sizes.
     """
 
@@ -79,9 +79,9 @@ class Bench:
     """Two blocks of one trace, ready to be timed.
 
     Args:
-        runnable: of the trace.
-        inputs: returns the model's inputs of a shape.
-        device: where it runs.
+        runnable: trace to run.
+        inputs: function that returns the model's inputs of a shape.
+        device: device to run on.
     """
 
     def __init__(self, runnable: Runnable, inputs: Inputs, device: torch.device) -> None:
@@ -122,7 +122,7 @@ class Bench:
         return _Compiled((forward, backward), guards)
 
     def _excerpts(self, hints: tuple[int, ...] | None) -> tuple[Facts, tuple[Timed, Timed]]:
-        """Returns forward and backward of a trace at these hints, and what reads their values."""
+        """Returns forward and backward of a trace at these hints, and the facts of their values."""
         parts = self.runnable.partition(self.placement, 0, hints)
         facts = Facts(parts.names)
         forward, backward = (
@@ -164,11 +164,11 @@ class Bench:
         return int((self._made @ self._at(sizes)).sum())
 
     def measure(self, points: Sequence[Sizes], until_s: float) -> list[Whole]:
-        """Returns what each point took: rounds over all of them, the lower quartile of each.
+        """Returns the lower quartile of each point's seconds; a round runs every point once.
 
         Args:
-            points: sizes, batch included.
-            until_s: no round starts after this `time.perf_counter()`, but for the fewest.
+            points: for each point: dim -> size, batch included.
+            until_s: `time.perf_counter()` after which no round starts, but for the fewest.
         """
         each: list[list[list[float]]] = [[] for _ in points]
         whole: list[list[list[float]]] = [[] for _ in points]
@@ -236,8 +236,7 @@ class Bench:
     def _run(self, sizes: Sizes) -> tuple[list[float], list[float]]:
         """Returns the seconds of each call, and of forward and backward as a whole.
 
-        The whole comes first: the caches hold what another point left, as in training what another
-        step did.
+        The whole comes first: the caches hold another point's data, as in training another step's.
         """
         program = self.traced.program
         given = {n: t for n, t in self.traced.tensors().items() if not t.is_meta}
@@ -283,5 +282,5 @@ def _sample(work: Work, flops: float, moved: float, seconds_s: float) -> TimedCa
 
 
 def _low(rounds: Sequence[Sequence[float]]) -> list[float]:
-    """Returns the lower quartile of each: other processes only ever add to what a call takes."""
+    """Returns the lower quartile of each call: other processes only ever add seconds."""
     return [sorted(each)[len(rounds) // 4] for each in zip(*rounds, strict=True)]

@@ -22,15 +22,15 @@ def choose_points(
     """Returns the sizes to time, batch included, the shortest first.
 
     Four lengths, evenly spread by the logarithm of their elements, at a batch of one; the shorter
-    ones also with as many samples as have half the longest one's elements. What takes longer than a
-    quarter of the limit, or does not fit, is left out, but the shortest length: each runs twice, as
-    a whole and call by call, and all the others take about as long as the longest length.
+    ones also with as many samples as have half the longest one's elements. Sizes that take longer
+    than a quarter of the limit, or do not fit, are left out, but for the shortest: each runs twice,
+    as a whole and call by call, and all the others take about as long as the longest length.
 
     Args:
-        buckets: of one trace.
-        seconds: expected of one run.
-        fits: whether the device has the memory for it.
-        limit_s: for one run of all of them.
+        buckets: buckets of one trace.
+        seconds: function from sizes to the expected seconds of one run.
+        fits: function that tells whether the device has memory for the sizes.
+        limit_s: seconds for one run of all sizes.
         batched: whether the model has a batch.
     """
     first, *rest = _ascending(buckets, batched)
@@ -52,9 +52,9 @@ def trial_point(
     """Returns the longest length, at a batch of one, that is expected to end in time.
 
     Args:
-        buckets: of one trace.
-        seconds: expected of one run.
-        limit_s: for one run; the shortest length may take longer.
+        buckets: buckets of one trace.
+        seconds: function from sizes to the expected seconds of one run.
+        limit_s: seconds for one run; the shortest length may take longer.
         batched: whether the model has a batch.
     """
     first, *rest = _ascending(buckets, batched)
@@ -78,9 +78,9 @@ def turning_points(low: Sizes, high: Sizes, kind: Callable[[Sizes], int]) -> lis
     """Returns sizes between two: the middle ones, and both sides of where the kind changes.
 
     Args:
-        low: sizes of the shorter.
-        high: of the longer, of the same names.
-        kind: what a kernel does differently, as a number.
+        low: sizes of the shorter point.
+        high: sizes of the longer point, with the same names.
+        kind: function from sizes to the number of the kernel's way to compute.
     """
     way = [
         {n: round(low[n] ** (1 - i / STEPS) * high[n] ** (i / STEPS)) for n in low}

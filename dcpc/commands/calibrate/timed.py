@@ -34,12 +34,12 @@ class Timed:
 
     Attributes:
         gm: the excerpt.
-        calls: its calls, in order.
+        calls: calls of the excerpt, in order.
 
     Args:
         gm: a forward or backward graph.
-        facts: reads its values.
-        device: where it runs.
+        facts: reader of its values.
+        device: device to run on.
     """
 
     def __init__(self, gm: fx.GraphModule, facts: Facts, device: torch.device) -> None:
@@ -89,7 +89,7 @@ class Timed:
         Args:
             node: one of `calls`.
             dims: symbol name -> size.
-            rounds: to take the least of.
+            rounds: number of runs; the fastest counts.
         """
         sizes = {s: sympy.Integer(dims[s.name]) for s in self._facts.symbols}
         values = {
@@ -111,7 +111,7 @@ class Timed:
         return int(query.xreplace({s: sympy.Integer(dims[s.name]) for s in self._facts.symbols}))
 
     def compile(self, backend: str, mode: Any) -> tuple[sympy.Basic, ...]:
-        """Compiles the excerpt, for `seconds`; returns what the backend assumed of sizes."""
+        """Compiles the excerpt, for `seconds`; returns the backend's guards on sizes."""
         self._whole, guards = compile_graph(self.gm, backend, mode)
         return guards
 
@@ -136,7 +136,7 @@ class Timed:
         return shape, strides
 
     def _drawn(self, value: Any, shape: _Shape) -> Any:
-        """Returns a value of this shape: what it holds does not change how long a CPU takes."""
+        """Returns a value of this shape; its contents do not change a CPU's seconds."""
         lengths, strides = shape
         if not isinstance(value, Tensor):
             return strides[0]

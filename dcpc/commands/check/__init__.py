@@ -1,4 +1,4 @@
-"""What dcpc makes of a model: what stays symbolic, what is split, whether the numbers are its own.
+"""Checks a model: symbolic dims, split nodes, numbers equal to the plain model's.
 
 Used by `dcpc check`, by `benchmarks.zoo` and by the tests. Placements are made for `SPLITTING`, a
 device on which splitting always pays, because a real one would replicate nearly everything at the

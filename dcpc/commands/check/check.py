@@ -26,15 +26,15 @@ MOST_SHOWN = 12
 
 @dataclass(frozen=True, slots=True)
 class CheckRequest:
-    """What to check.
+    """Arguments of `dcpc check`.
 
     Attributes:
         factory: `module:factory` of the model.
-        file: of the buckets.
-        sp: ranks; 0: two alone, all there are by torchrun.
-        example: `module:function` of the inputs, or None.
+        file: file of the buckets.
+        sp: ranks; 0: two without torchrun, all of torchrun's with it.
+        example: `module:function` that makes the inputs, or None.
         at: shapes to compare at; (): near the smallest bucket.
-        attention: how attention is split, see `passes/sharding/attention_ways.py`.
+        attention: way to split attention, see `passes/sharding/attention_ways.py`.
     """
 
     factory: str
@@ -49,7 +49,7 @@ def check_model(request: CheckRequest, timeout_s: float) -> tuple[str, bool]:
     """Returns the verdicts as text, and whether the model is accepted.
 
     Args:
-        request: what to check.
+        request: arguments of the command.
         timeout_s: ranks of its own are ended after this.
 
     Raises:
@@ -124,7 +124,7 @@ def _shapes(request: CheckRequest, buckets: Buckets, sp: int) -> Sequence[Sizes]
 
 
 def verdicts_text(request: CheckRequest, found: Sequence[Verdict]) -> str:
-    """Returns what a person reads: a block for each trace, and one last line."""
+    """Returns a block of lines for each trace, and the verdict as the last line."""
     lines = [line for verdict in found for line in _lines(verdict)]
     accepted = bool(found) and all(v.accepted for v in found)
     lines.append(f"{request.factory}: {'accepted' if accepted else 'NOT accepted'}")

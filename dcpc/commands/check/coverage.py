@@ -1,4 +1,4 @@
-"""How much of a model a group shares out, and which nodes every rank does in whole, and why."""
+"""Coverage: FLOPs that a group splits, and the nodes that it does not split, with reasons."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Unsplit:
     """A node that every rank does in whole although its value, or an operand, has a dim that grows.
 
     Attributes:
-        node: its name.
-        op: its op.
-        reason: why.
-        shape: of its value, as a text.
+        node: name of the node.
+        op: name of its op.
+        reason: reason why it is not split.
+        shape: shape of its value, as a text.
         source: file and line of the user's code, or of the library's, that makes it; "" if unknown.
-        blocked: whether that is for want of a rule. Else it could have been split, and costs less
-            in whole (positions and masks, which a rank makes rather than receive; one number a row
-            of a loss), or has no dim of which a piece would do.
+        blocked: whether a rule is missing. Else it could be split, and costs less in whole
+            (positions and masks, which a rank makes rather than receives; one number a row of a
+            loss), or has no dim of which a piece would do.
     """
 
     node: str
@@ -39,14 +39,14 @@ class Unsplit:
     blocked: bool
 
     def __str__(self) -> str:
-        """The node, its op and shape, why, and where it comes from."""
+        """Returns the node, its op and shape, the reason, and its source line."""
         where = f" ({self.source})" if self.source else ""
         return f"{self.node}: {self.op} {self.shape}: {self.reason}{where}"
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How much of a model a group shares out.
+    """FLOPs of a model that a group splits.
 
     Attributes:
         sizes: the shape it was measured at.
@@ -54,8 +54,8 @@ class Coverage:
         whole_flops: FLOPs of matmuls, convolutions and attention in forward (backward has twice as
             many, split alike): twice the product of the sizes of an op's names, causal attention
             half.
-        split_flops: those of the calls of which each rank does a piece.
-        rank_flops: those of the fullest rank of the group.
+        split_flops: FLOPs of the calls of which each rank does a piece.
+        rank_flops: FLOPs of the fullest rank of the group.
         collectives: collectives in the forward graph.
         unsplit: nodes each rank does in whole.
     """
@@ -85,7 +85,7 @@ class Coverage:
 
 
 def coverage(split: SplitModel) -> Coverage:
-    """Returns how much of a model the group shares out, at the placement's sizes."""
+    """Returns the FLOPs of a model that the group splits, at the placement's sizes."""
     lowered = split.traced.lowering(split.placement).lowered.gm
     work = [_flops(split, name) for name in split.sharding.rules]
     return Coverage(

@@ -59,11 +59,11 @@ class SplitModel:
 
         Args:
             model: the module.
-            buckets: its inputs and sizes; no dim may be 1 in some of the sizes only.
+            buckets: inputs and sizes; no dim may be 1 in some of the sizes only.
             sizes: the shape that the placement is made for, batch included.
             backend: "eager" or "inductor".
             sp: ranks of the group; default: all there are.
-            attention: how attention is split, see `passes/sharding/attention_ways.py`.
+            attention: way to split attention, see `passes/sharding/attention_ways.py`.
         """
         self.model = model
         self.sp = sp or (dist.get_world_size() if dist.is_initialized() else 1)
@@ -86,7 +86,7 @@ class SplitModel:
 
     @property
     def study(self) -> Study:
-        """What the model costs as it is split."""
+        """Costs of the model at its placement."""
         return self.priced.at(self.placement)
 
     def of(self, backend: str, sp: int, attention: str = "auto") -> SplitModel:
@@ -108,7 +108,7 @@ class SplitModel:
         return sum(p.output.sharded or p.output.partial for p in self.placement.nodes.values())
 
     def ready(self, sizes: Sizes, recompute: str = "none") -> None:
-        """Compiles what every rank will run at these sizes."""
+        """Compiles the variants of all ranks for these sizes."""
         for rank in range(self.sp):
             self.runnable.variant(self.placement, self._count(recompute), sizes, rank)
 
@@ -140,7 +140,7 @@ class SplitModel:
 
         Args:
             sizes: length of every dim, batch included.
-            inputs: by name, whole.
+            inputs: input name -> whole tensor.
             recompute: "none" or "all".
         """
         count = self._count(recompute)
@@ -161,11 +161,11 @@ class SplitModel:
         *,
         in_step: bool = False,
     ) -> Difference:
-        """Returns how far loss and gradients are from the plain model's.
+        """Returns the difference of loss and gradients from the plain model's.
 
         Args:
             sizes: length of every dim, batch included.
-            inputs: by name, whole.
+            inputs: input name -> whole tensor.
             recompute: "none" or "all".
             in_step: whether all ranks run in this process; else each is a process of a group.
         """

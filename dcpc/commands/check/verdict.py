@@ -1,4 +1,4 @@
-"""The acceptance of one model: traced, split, exact, or what is missing."""
+"""The acceptance of one model: traced, split and exact, or the reason why not."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ LEAST_SHARE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What dcpc makes of one model and the buckets that share one trace.
+    """Result of checking a model on the buckets that share one trace.
 
     Attributes:
         sp: ranks.
         trace_s: seconds of the trace and its analysis.
         nodes: values in the graph.
         symbolic: named dims that stayed symbolic.
-        fixed: named dims that did not.
-        coverage: what is split; None on one rank.
-        differences: from the plain model, one a shape.
+        fixed: named dims that the trace fixed.
+        coverage: split nodes and their share of the FLOPs; None on one rank.
+        differences: difference from the plain model at each shape.
         low: the lowest floating dtype that the model computes in although its parameters are
             float64, as a text; "" if there is none.
-        limit: what `differences` must not exceed.
-        lifted: the same with every cast to a lower dtype left out, where `differences` exceed
+        limit: maximum of `differences`.
+        lifted: differences with every cast to a lower dtype left out, where `differences` exceed
             1e-10; these must not.
-        skipped: shapes that the plain model itself refuses, and why.
-        error: what dcpc, or the model, said; "" if nothing.
-        lowerings: differences by each lowering of attention that was tried besides.
+        skipped: shapes that the plain model refuses, with its error.
+        error: error of dcpc or of the model; "" if there is none.
+        lowerings: differences by each further lowering of attention.
     """
 
     sp: int
@@ -81,7 +81,7 @@ class Verdict:
         return bool(self.low) and not self.lifted and not self.worst <= EXACT
 
     def problems(self) -> Iterator[str]:
-        """Yields what keeps the model from being accepted."""
+        """Yields each reason why the model is not accepted."""
         if self.error:
             yield self.error
             return
@@ -126,15 +126,15 @@ class Prepared:
 
     Attributes:
         model: the model, in float64 and in eval().
-        buckets: its buckets, floating inputs in float64.
-        split: its trace and placement.
+        buckets: buckets of the model, floating inputs in float64.
+        split: trace and placement of the model.
         large: the shape the placement was made for.
-        shapes: where it is compared.
-        skipped: shapes that the model itself refuses, and why.
-        example: see `verify.inputs.example_inputs`.
+        shapes: shapes to compare.
+        skipped: shapes that the model itself refuses, with its error.
+        example: function that makes inputs, see `verify.inputs.example_inputs`.
         recomputes: "none" and "all", or one of them.
         wide: the model without casts to lower dtypes, traced and placed too; None if not (yet).
-        others: the same trace by each lowering of attention.
+        others: lowering of attention -> the same trace with it.
     """
 
     model: nn.Module
@@ -174,12 +174,12 @@ def examine(
     """Returns the verdict on one model; every rank of the group calls this with the same model.
 
     Args:
-        make: see `prepare`, and so are the others.
+        make: function that returns the model, see `prepare`, as for the other arguments.
         buckets: inputs and sizes; no dim is 1 in some of the sizes only.
-        shapes: where loss and gradients are compared.
-        example: see `verify.inputs.example_inputs`.
+        shapes: shapes at which loss and gradients are compared.
+        example: function that makes inputs, see `verify.inputs.example_inputs`.
         recomputes: "none" and "all", or one of them.
-        attention: how attention is split, see `passes/sharding/attention_ways.py`.
+        attention: way to split attention, see `passes/sharding/attention_ways.py`.
     """
     sp = dist.get_world_size() if dist.is_initialized() else 1
     found = prepare(
@@ -210,17 +210,17 @@ def prepare(
     """Returns a model ready to be compared, or the verdict that it cannot be; needs no group.
 
     Args:
-        make: returns the model; it is brought to float64 and put into eval(), as random numbers
-            cannot be compared.
+        make: function that returns the model; it is brought to float64 and put into eval(), as
+            random numbers cannot be compared.
         buckets: inputs and sizes; no dim is 1 in some of the sizes only.
-        shapes: where loss and gradients are compared.
+        shapes: shapes at which loss and gradients are compared.
         sp: ranks of the group.
         large: the shape whose placement is used and whose FLOPs are counted; default: the largest
             of `shapes`.
-        example: see `verify.inputs.example_inputs`.
+        example: function that makes inputs, see `verify.inputs.example_inputs`.
         recomputes: "none" and "all", or one of them.
-        attention: how attention is split, see `passes/sharding/attention_ways.py`.
-        lowerings: of attention by which it is compared besides, where some attention can have it.
+        attention: way to split attention, see `passes/sharding/attention_ways.py`.
+        lowerings: further lowerings of attention to compare, where some attention allows them.
     """
     try:
         torch.manual_seed(0)
@@ -293,7 +293,7 @@ def _largest(shapes: Sequence[Sizes]) -> Sizes:
 def _taken(
     model: nn.Module, buckets: Buckets, shapes: Sequence[Sizes], example: Example | None
 ) -> tuple[list[Sizes], list[str]]:
-    """Returns the shapes that the plain model itself can do, and what it says of the others."""
+    """Returns the shapes that the plain model can run, and its errors for the others."""
     taken: list[Sizes] = []
     skipped: list[str] = []
     for sizes in shapes:
@@ -337,7 +337,7 @@ def _lowest(split: SplitModel) -> torch.dtype | None:
 def shapes_of(buckets: Buckets, sp: int) -> list[Sizes]:
     """Returns shapes to compare at: the smallest bucket, and near it lengths `sp` does not divide.
 
-    Batch 1, so that the lengths are what is split.
+    Batch is 1, so that the lengths are split.
     """
     smallest = min((b.sizes for b in buckets.buckets), key=lambda s: math.prod(s.values()))
     base = {n: 1 if n == BATCH else smallest[n] for n in buckets.names}

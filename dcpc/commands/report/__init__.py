@@ -1,4 +1,4 @@
-"""The report as one page of HTML with plots, and what other memory or ranks would change."""
+"""The report as one page of HTML with plots, and plans for other memory or ranks."""
 
 from dcpc.commands.report.document import html_page
 from dcpc.commands.report.needs import Needs, needs, needs_text, remedy_lines

@@ -1,4 +1,4 @@
-"""What each bucket would do at each degree: the table behind a choice, one cell a degree."""
+"""The best setting of each bucket at each degree: the table behind a choice, one cell a degree."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Cell:
     """The best setting of a bucket at one degree.
 
     Attributes:
-        row: of the plan's table: what would be chosen if no other degree were there; where nothing
-            fits the one that misses by least.
+        row: row of the plan's table: the choice if no other degree were there; where nothing fits,
+            the row that misses by least.
         chosen: whether it is the bucket's plan.
-        cost: its rank-seconds a sample over those of the plan.
-        binds: what binds it, in words.
+        cost: rank-seconds of a sample over those of the plan.
+        binds: constraint that binds it, in words.
     """
 
     row: TriedRow

@@ -63,11 +63,11 @@ def html_page(
     """Returns the report as one page of HTML that needs nothing else.
 
     Args:
-        planned: what to report.
-        title: of the page, such as the model's name.
+        planned: plan to report.
+        title: title of the page, such as the model's name.
         cases: other memory or ranks, from `what_if`.
-        crossings: of the degree, from `degree_crossings`; default: between buckets only.
-        plots: if they were drawn already.
+        crossings: result of `degree_crossings`; default: changes of degree between buckets only.
+        plots: plots, if they were drawn already.
     """
     plots = draw_plots(planned) if plots is None else plots
     attention = _lines(planned.attention)

@@ -1,4 +1,4 @@
-"""Buckets and degrees as a picture: what each degree costs, in colours."""
+"""Draws buckets and degrees as a picture: the cost of each degree as a colour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where buckets do not fit: what each needs, by how much it misses, and what would fit."""
+"""Buckets that do not fit: the memory each needs, how much is missing, and options that fit."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Remedy:
     """Options with which a bucket fits; a plan was made with them.
 
     Attributes:
-        option: as it is written, such as "--memory 1.3GB".
+        option: text of the option, such as "--memory 1.3GB".
         plan: the bucket's setting with it.
-        amount: of what it asks for: bytes or ranks; a bucket fits with more as well.
+        amount: bytes or ranks of the option; a bucket fits with more as well.
     """
 
     option: str
@@ -45,12 +45,12 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class BucketNeed:
-    """What a bucket that fits with no setting needs.
+    """Memory that a bucket needs which no setting fits.
 
     Attributes:
-        bucket: which.
+        bucket: bucket.
         row: the setting tried that needs least.
-        remedies: kind, such as "--memory" -> what fits; absent: none of this kind does.
+        remedies: kind, such as "--memory" -> option that fits; absent: none of this kind does.
     """
 
     bucket: Bucket
@@ -60,10 +60,10 @@ class BucketNeed:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What buckets need that fit with no setting.
+    """Memory that buckets need which no setting fits.
 
     Attributes:
-        buckets: each of them, or those that need most.
+        buckets: all such buckets, or those that need most.
         shared: options with which all of these fit at once.
     """
 
@@ -72,13 +72,13 @@ class Needs:
 
 
 def needs(planned: Planned, memory_of: Callable[[int], int]) -> Needs:
-    """Returns what buckets need that fit with no setting, and options with which they fit.
+    """Returns the memory that misfits need, and options with which they fit.
 
-    Of many such buckets those that need most, in the order of the plan: each takes a while.
+    Of many misfits only those that need most, in the order of the plan: each takes a while.
 
     Args:
-        planned: with `misfits`; not changed.
-        memory_of: bytes that a rank has, by the number of ranks.
+        planned: plan with `misfits`; not changed.
+        memory_of: function from the number of ranks to the bytes that a rank has.
     """
     rows = {bucket: _least(planned, planned.tables[bucket]) for bucket in planned.misfits}
     most = sorted(rows, key=lambda bucket: -rows[bucket].needed_bytes)[:MOST_SOUGHT]
@@ -154,7 +154,7 @@ def _on_ranks(asked: PlanRequest, world: int, memory_of: Callable[[int], int]) -
 
 
 def _more_memory(planned: Planned, bucket: Bucket) -> Iterator[tuple[str, Remedy]]:
-    """Looks for a memory that it fits, from what the setting that needs least needs."""
+    """Looks for a memory that the bucket fits, from the need of the setting that needs least."""
     rows = planned.tables[bucket]
     size_bytes = planned.memory_bytes
     for _ in range(RAISES):
@@ -193,11 +193,11 @@ def option_text(size_bytes: int) -> str:
 
 
 def needs_text(planned: Planned, found: Needs) -> str:
-    """Returns a table of what every bucket needs, and lines that say what would fit.
+    """Returns a table of every bucket's needs, and lines with the options that fit.
 
     Args:
-        planned: with `misfits`.
-        found: what these need.
+        planned: plan with `misfits`.
+        found: needs of the misfits.
     """
     asked = planned.request
     table = Table(
@@ -243,11 +243,11 @@ def _segments(need: BucketNeed, remedy: Remedy) -> str:
 
 
 def remedy_lines(planned: Planned, found: Needs) -> list[str]:
-    """Returns what would fit, a line an option, and one for all buckets that do not fit.
+    """Returns a line for each option that fits, and one for all buckets that do not fit.
 
     Args:
-        planned: with `misfits`.
-        found: what these need.
+        planned: plan with `misfits`.
+        found: needs of the misfits.
     """
     each = found.buckets
     lines = [

@@ -27,13 +27,13 @@ BETWEEN = 24  # lengths of a curve, where one dim is all that tells buckets apar
 
 @dataclass(frozen=True, slots=True)
 class Plots:
-    """PNG files, by what they show.
+    """PNG files of the report's plots.
 
     Attributes:
-        peak: memory needed against length, of nothing, half and all recomputed.
+        peak: memory needed against length, with nothing, half and all recomputed.
         classes: share of time of each class of ops, a bar a bucket.
         timeline: bytes alive at each point of one bucket's forward and backward.
-        timeline_note: which bucket, and what the points are.
+        timeline_note: caption of `timeline`: the bucket, and the meaning of the points.
     """
 
     peak: bytes
@@ -47,9 +47,9 @@ class Curve:
     """Memory needed at some lengths.
 
     Attributes:
-        label: how much is recomputed.
+        label: fraction of recompute, as a text.
         lengths: elements of a sample.
-        needed_bytes: of the fullest rank, all that stays included.
+        needed_bytes: memory of the fullest rank, resident tensors included.
     """
 
     label: str
@@ -58,7 +58,7 @@ class Curve:
 
 
 def draw_plots(planned: Planned) -> Plots:
-    """Returns the plots of what was planned."""
+    """Returns the plots of a plan."""
     degrees = _degrees(planned)
     figure = blank(4.3 * max(len(degrees), 2), 3.6)
     for axes, sp in zip(figure.subplots(1, len(degrees), squeeze=False)[0], degrees, strict=True):
@@ -129,7 +129,7 @@ def live_points(planned: Planned, bucket: Bucket) -> list[tuple[str, int]]:
 
 
 def timeline_note(planned: Planned, bucket: Bucket) -> str:
-    """Returns what a live-memory plot shows, and what it leaves out."""
+    """Returns the caption of a live-memory plot: its setting, and the copies it leaves out."""
     plan, lift = planned.plans[bucket], planned.by_bucket[bucket].priced.lift
     text = (
         f"{bucket}, sp {plan.sp}, micro-batch {plan.micro_batch}, {plan.menu_step} of "
@@ -159,7 +159,7 @@ def _lengths(planned: Planned, sp: int) -> list[tuple[Bucket, Bucket]]:
 
 
 def _degrees(planned: Planned) -> list[int]:
-    """The least degree that was tried, and the widest that was chosen."""
+    """Returns the smallest degree that was tried, and the largest that was chosen."""
     least = min(row.sp for rows in planned.tables.values() for row in rows)
     return sorted({least, max(plan.sp for plan in planned.plans.values())})
 

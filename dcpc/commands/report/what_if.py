@@ -24,10 +24,10 @@ CLOSE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """What would be chosen with other memory or ranks.
+    """Plans with other memory or ranks.
 
     Attributes:
-        memory_bytes: of one rank.
+        memory_bytes: memory of one rank.
         world: ranks.
         plans: the setting of each bucket; None where it fits with none.
     """
@@ -47,8 +47,8 @@ def what_if(planned: Planned, memory_bytes: int | None = None, world: int | None
     """Returns the plans of the same traces for other memory or another number of ranks.
 
     Args:
-        planned: what was planned; not changed.
-        memory_bytes: of a rank; default: as planned.
+        planned: plan to vary; not changed.
+        memory_bytes: memory of a rank; default: as planned.
         world: ranks; default: as planned. Degrees are its divisors where they were the world's
             divisors before, else those that were asked for and are not more than it.
     """
@@ -82,7 +82,7 @@ def as_traced(planned: Planned) -> Iterator[None]:
     """Has traces within no autocast of their own: a program has its casts already.
 
     Args:
-        planned: whose traces.
+        planned: plan with the traces.
     """
     if planned.autocast is None:
         yield
@@ -151,7 +151,7 @@ def cell_text(plan: BucketPlan | None) -> str:
 
 
 def what_if_text(cases: Sequence[WhatIf]) -> str:
-    """Returns a table of what each case chooses for each bucket, `seconds` being a sample's."""
+    """Returns a table of each case's choice for each bucket, with the seconds of a sample."""
     table = Table(
         box=box.SIMPLE_HEAD,
         title="what if: sp, micro-batch, steps of recompute, time of a sample",

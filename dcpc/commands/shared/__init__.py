@@ -1,1 +1,1 @@
-"""What commands share: options, models and functions named as text."""
+"""Shared by commands: options, models and functions named as text."""

@@ -1,4 +1,4 @@
-"""What a command line names: models and functions as `module:attribute`, files to write."""
+"""Resolves names of a command line: models and functions as `module:attribute`, output files."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def load_function(text: str) -> Callable[..., Any]:
 
 
 def check_writable(option: str, file: Path | None) -> None:
-    """Refuses a file that cannot be written, before the work whose result it is to have.
+    """Refuses a file that cannot be written, before the work that it is for.
 
     Args:
-        option: that names it, such as `--html`.
-        file: its folder is made if it is missing; None: nothing is to be written.
+        option: option that names it, such as `--html`.
+        file: path; its folder is made if it is missing; None: nothing is to be written.
 
     Raises:
         PlanError: it is a folder, or its folder cannot be made or written to.
@@ -93,7 +93,7 @@ def writing(file: Path) -> Iterator[None]:
     """Wraps the writing of a result: a disk that is full by now is an error that names the file.
 
     Args:
-        file: its folder is made if it is missing. What was written of it is removed.
+        file: path; its folder is made if it is missing. After an error the file is removed.
 
     Raises:
         PlanError: the file could not be written.

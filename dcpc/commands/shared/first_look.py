@@ -1,4 +1,4 @@
-"""Buckets for a first look at a model: what its inputs are, read from forward's signature."""
+"""Buckets for a first look at a model: its inputs as forward's signature names them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class FirstLook:
     """Buckets that were made from a signature.
 
     Attributes:
-        buckets: with the lengths asked for.
-        said: what was assumed, as text.
+        buckets: buckets of the lengths asked for.
+        said: assumptions about the inputs, as text.
     """
 
     buckets: Buckets
@@ -52,10 +52,10 @@ def lengths_of(text: str) -> list[int]:
 
 
 def first_look(model: nn.Module, text: str) -> FirstLook:
-    """Returns buckets of these lengths for a model that takes token ids, and what was assumed.
+    """Returns buckets of these lengths for a model of token ids, and the assumed inputs as text.
 
     Args:
-        model: its forward takes ids of `[batch, seq]`, and labels of the same shape if any.
+        model: model whose forward takes ids of `[batch, seq]`, and labels of the same shape if any.
         text: lengths of `seq`, such as `512,2048`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The options that commands share, and what gives them to a command."""
+"""The options that commands share, and the decorator that adds them to a command."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ Stages = Annotated[
 
 
 def offered(*values: str) -> Callable[[str], list[str]]:
-    """Returns what a shell asks for the values of an option, by what is typed so far.
+    """Returns a shell's completion of an option's values, by the text typed so far.
 
     Args:
-        values: those it may have.
+        values: values that the option may have.
     """
 
     def complete(incomplete: str) -> list[str]:
@@ -67,7 +67,7 @@ def read_as(name: str) -> Any:
     """Returns how typer reads an option of `PlanOptions` that the command line has.
 
     Args:
-        name: such as "optimizer_bytes".
+        name: name of the option, such as "optimizer_bytes".
     """
     option, read, _ = commanded()[name]
     return typer.Option(
@@ -95,13 +95,13 @@ def reported() -> Iterator[None]:
 
 
 def planning(command: Callable[..., None], without: Collection[str] = ()) -> Callable[..., None]:
-    """Gives a command those of `PlanOptions` that it lacks, as its last argument.
+    """Gives a command the options of `PlanOptions` that it lacks, as its last argument.
 
     Its errors are reported as `reported` does.
 
     Args:
-        command: a function with `options`, and options of its own.
-        without: those that it does not take and finds out itself.
+        command: function with `options`, and options of its own.
+        without: options that the command does not take, as it computes them.
     """
     own = [p for p in signature(command, eval_str=True).parameters.values() if p.name != "options"]
     taken = {o.name for o in own}.union(without)

@@ -1,4 +1,4 @@
-"""A plan from what a command line names: a model, a file of buckets or lengths, options."""
+"""A plan from a command line's arguments: a model, a file of buckets or lengths, options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NamedModel:
 
     Attributes:
         factory: `module:factory` of the model.
-        file: of the buckets.
+        file: file of the buckets.
         seq: lengths such as "512,2048", in place of a file.
 
     Raises:
@@ -51,10 +51,10 @@ class NamedModel:
             )
 
     def planned(self, options: PlanOptions, *, partly: bool = False) -> tuple[Planned, str]:
-        """Returns the plan, and as text what was assumed of the model's inputs; "" with a file.
+        """Returns the plan, and a text of the inputs assumed for the model; "" with a file.
 
         Args:
-            options: of the plan.
+            options: options of the plan.
             partly: whether buckets that fit with no setting are left without a plan.
 
         Raises:
@@ -63,11 +63,11 @@ class NamedModel:
         return self._asked(lambda m, b: plan_with(m, b, options, partly=partly))
 
     def cut(self, options: PlanOptions, stages: int) -> tuple[CutModel, str]:
-        """Returns the model in stages, and as text what was assumed of its inputs.
+        """Returns the model in stages, and a text of the inputs assumed for it.
 
         Args:
-            options: of the plan; its ranks are those of all pipelines.
-            stages: of a pipeline.
+            options: options of the plan; its ranks are those of all pipelines.
+            stages: number of stages of a pipeline.
 
         Raises:
             DcpcError: as from `planned`, or an option does not go with stages.

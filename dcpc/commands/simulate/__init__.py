@@ -1,4 +1,4 @@
-"""`dcpc simulate`: what dcpc and its baselines would take, on any number of ranks."""
+"""`dcpc simulate`: predicted step times of dcpc and its baselines, on any number of ranks."""
 
 from dcpc.commands.simulate.command import (
     SimulationRequest,

@@ -1,4 +1,4 @@
-"""What `dcpc simulate` does: systems on a model's rows, or on a cost formula; files it writes."""
+"""Runs `dcpc simulate`: systems on a model's rows, or on a cost formula; writes its files."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ RANK_TOKENS = 16_384  # of a step, by default
 
 @dataclass(frozen=True, slots=True)
 class SimulationRequest:
-    """What to simulate.
+    """Arguments of `dcpc simulate`.
 
     Attributes:
         world: ranks.
         steps: global batches.
-        tokens_per_step: of a global batch; 0: 16,384 a rank.
-        seed: of the samples.
+        tokens_per_step: tokens of a global batch; 0: 16,384 a rank.
+        seed: seed of the samples.
         trace: Chrome trace JSON to write.
         png: picture to write.
     """
@@ -59,7 +59,7 @@ class SimulationRequest:
 
     @property
     def tokens(self) -> int:
-        """Of a global batch."""
+        """Tokens of a global batch."""
         return self.tokens_per_step or RANK_TOKENS * self.world
 
 
@@ -101,13 +101,13 @@ def default_degrees(world: int) -> tuple[int, ...]:
 def simulate_model(
     planned: Planned, device: Device, source: Lengths | Sequence[float], request: SimulationRequest
 ) -> str:
-    """Returns the table of all systems on a planned model; writes what was asked for.
+    """Returns the table of all systems on a planned model; writes the requested files.
 
     Args:
         planned: the model, for at least these ranks.
-        device: what it was planned for.
-        source: lengths, or how likely each bucket is.
-        request: how much.
+        device: device that it was planned for.
+        source: lengths, or the probability of each bucket.
+        request: ranks, steps, and files to write.
     """
     costs = of_planned(planned, request.world, device)
     epoch = _epoch([b.bucket for b in costs.buckets], source, request)
@@ -149,9 +149,9 @@ def simulate_stages(
     """Returns the cut and the steps of its pipelines; writes the first step's slowest pipeline.
 
     Args:
-        cut: the model in stages.
-        source: lengths, or how likely each bucket is.
-        request: how much.
+        cut: model in stages.
+        source: lengths, or the probability of each bucket.
+        request: ranks, steps, and files to write.
     """
     epoch = _epoch(cut.planner.buckets, source, request)
     steps = [cut.planner.pipelines([b for _, b in batch]) for batch in tracked(
@@ -183,15 +183,15 @@ def simulate_stages(
 def simulate_cost(
     cost: LinearCost, source: Lengths | Sequence[float], request: SimulationRequest
 ) -> str:
-    """Returns the table of all systems on a cost formula; writes what was asked for.
+    """Returns the table of all systems on a cost formula; writes the requested files.
 
     Args:
-        cost: of the request's world.
+        cost: formula for the request's world.
         source: lengths; those that all ranks together cannot hold are left out.
-        request: how much.
+        request: ranks, steps, and files to write.
 
     Raises:
-        PlanError: shares of buckets, of which a formula knows none.
+        PlanError: `source` is shares of buckets; a formula has no buckets.
     """
     if not isinstance(source, Lengths):
         raise PlanError("simulate: got --shares with --cost; expected --lengths or --histogram")

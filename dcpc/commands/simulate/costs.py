@@ -1,4 +1,4 @@
-"""What a model costs on each bucket, as all simulated systems see it: the profile's rows."""
+"""Costs of a model on each bucket for all simulated systems: the profile's rows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ KNOTS = 64  # lengths at which a packed sequence is priced; between them it is o
 
 @dataclass(frozen=True, slots=True)
 class SimRow(PlanRow):
-    """A row that fits a rank's memory, and what it sends.
+    """A row that fits a rank's memory, and its bytes sent.
 
     Attributes:
-        wire_bytes: that all ranks of the group send.
+        wire_bytes: bytes that all ranks of the group send.
     """
 
     wire_bytes: float
@@ -34,9 +34,9 @@ class BucketCosts:
 
     Attributes:
         bucket: the shape.
-        tokens: of a sample.
-        least: with the least recompute that fits, for each sp and micro-batch.
-        full: with all recomputed.
+        tokens: tokens of a sample.
+        least: rows with the least recompute that fits, for each sp and micro-batch.
+        full: rows with all recomputed.
         usual: samples of a micro-batch where a user fixes it; 0: as many as fit.
     """
 
@@ -65,13 +65,13 @@ class Packing:
     """Sequences end to end in one row of the longest bucket's length.
 
     Attributes:
-        bucket: the longest.
-        sp: of every pack.
-        menu_step: of every pack: what the bucket needs to fit.
+        bucket: longest bucket.
+        sp: degree of every pack.
+        menu_step: recompute of every pack, as the bucket needs to fit.
         fixed_s: seconds of a pack before the first sequence.
-        lengths: at which `seconds_s` is known, ascending.
-        seconds_s: that a sequence of each of these adds; between them on a line.
-        token_wire_bytes: that the group sends for a token.
+        lengths: lengths at which `seconds_s` is known, ascending.
+        seconds_s: seconds that a sequence of each length adds; between them on a line.
+        token_wire_bytes: bytes that the group sends for a token.
     """
 
     bucket: Bucket
@@ -97,17 +97,17 @@ class ModelCosts:
     """A model on a machine.
 
     Attributes:
-        buckets: what runs.
+        buckets: rows of each bucket.
         world: ranks.
-        node_ranks: of a node.
-        gradient_bytes: that a step sums over all ranks, or over all blocks.
+        node_ranks: ranks of a node.
+        gradient_bytes: bytes that a step sums over all ranks, or over all blocks.
         reduction_s: seconds of that sum.
-        packing: None where a sample has more than one length.
+        packing: costs of packs; None where a sample has more than one length.
         gather_s: seconds of gathering all parameters twice and of summing their gradients, where
-            ranks share them out and the rows do not have it.
-        gather_wire_bytes: that all ranks send for it.
-        block: ranks that share parameters out where the rows have it: then all systems go through
-            a step in rounds, and sum over the blocks alone at its end; 0: they have them whole.
+            ranks shard them and the rows leave it out.
+        gather_wire_bytes: bytes that all ranks send for it.
+        block: ranks that shard parameters where the rows include it: then all systems run a step in
+            rounds, and sum over the blocks alone at its end; 0: they hold them whole.
     """
 
     buckets: tuple[BucketCosts, ...]
@@ -128,10 +128,10 @@ class ModelCosts:
         """Returns the smallest sp at which one sample of every bucket fits.
 
         Args:
-            least: with as little recompute as that takes; else with all.
+            least: whether recompute is as little as fits; else all is recomputed.
 
         Raises:
-            PlanError: there is none, as short buckets were not priced at what the longest needs.
+            PlanError: there is none, as short buckets were not priced at the longest one's degree.
         """
         every = [{r.sp for r in (b.least if least else b.full)} for b in self.buckets]
         common = set[int].intersection(*every)
@@ -144,7 +144,7 @@ class ModelCosts:
 
     @property
     def reduction_wire_bytes(self) -> float:
-        """Returns what all ranks send to sum the gradients, as a ring."""
+        """Returns the bytes that all ranks send to sum the gradients, as a ring."""
         owners = self.world // (self.block or 1)  # of a row, that sum it
         return 2.0 * (owners - 1) * self.gradient_bytes
 
@@ -155,9 +155,9 @@ def of_planned(planned: Planned, world: int, device: Device) -> ModelCosts:
     Where a system fixes the micro-batch, it has as many tokens as a sample of the longest bucket.
 
     Args:
-        planned: its rows are the ones that count, and so is its memory.
+        planned: plan with the rows and the memory to simulate.
         world: ranks to simulate; degrees above are left out.
-        device: what it was planned for.
+        device: device that it was planned for.
     """
     found = []
     gradients = 0.0
@@ -204,7 +204,7 @@ def of_planned(planned: Planned, world: int, device: Device) -> ModelCosts:
 def _packing(planned: Planned, costs: ModelCosts) -> Packing | None:
     """Packs at the smallest sp at which the longest bucket fits, with the recompute it needs.
 
-    A sequence adds what a second sample of its own length adds, so that it attends to itself alone.
+    A sequence adds the seconds of a second sample of its length: it attends to itself alone.
     """
     names = {name for b in costs.buckets for name, _ in b.bucket.shape_key}
     if len(names) != 1:

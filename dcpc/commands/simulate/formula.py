@@ -1,4 +1,4 @@
-"""What a group of ranks costs by a formula: sequences packed end to end, bound by memory."""
+"""Costs of a group of ranks by a formula: sequences packed end to end, bound by memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Recompute:
     """A recompute setting of a formula.
 
     Attributes:
-        name: for the report.
+        name: name in the report.
         token_bytes: activations that a token leaves on the group, over all its ranks.
         compute_factor: compute seconds over those without recompute.
     """
@@ -49,13 +49,13 @@ class LinearCost:
     one above it; degree 1 communicates nothing.
 
     Attributes:
-        ranks: how many there are.
+        ranks: number of ranks.
         fixed_s: seconds of a micro-batch before the first sequence.
         quadratic_s: a, seconds a token^2.
         linear_s: b, seconds a token.
         comm_bytes: bytes a token sends, over all ranks of its group.
-        bandwidth_bytes_per_s: by degree.
-        memory_bytes: of a rank, for activations alone.
+        bandwidth_bytes_per_s: degree -> bytes that a rank sends in a second.
+        memory_bytes: memory of a rank, for activations alone.
         recompute: the settings a group chooses between.
         node_ranks: ranks of a node.
         degrees: group sizes to choose from, ascending; none: every one from 1 to `ranks`.
@@ -111,10 +111,10 @@ class LinearCost:
         """Returns the seconds of a micro-batch of sequences of one length by a row.
 
         Args:
-            bucket: whose row it is; not looked at.
-            row: its recompute is the number of the setting.
+            bucket: bucket of the row; unused.
+            row: row whose recompute is the number of the setting.
             sizes: tokens of each sequence.
-            count: of sequences.
+            count: number of sequences.
         """
         return self.fixed_s + count * self.load_s(sizes[TOKENS], row.sp, row.menu_step)
 
@@ -196,8 +196,8 @@ def dcpc_plan(lengths: Sequence[int], cost: LinearCost, turns: Iterable[int] = (
 
     Args:
         lengths: tokens of each sequence.
-        cost: what it costs.
-        turns: of mode "evolve"; none: as mode "auto" plans.
+        cost: cost formula.
+        turns: turns of mode "evolve"; none: as mode "auto" plans.
 
     Raises:
         PlanError: no sequences, or one that all ranks together cannot hold.

@@ -1,4 +1,4 @@
-"""Runs systems on the same samples, and says what came of each: seconds, tokens, idling, bytes."""
+"""Runs systems on the same samples and sums up the steps: seconds, tokens, idling, bytes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from dcpc.symbolic_profile import as_text, bytes_text, seconds_text
 
 @dataclass(frozen=True, slots=True)
 class SimulatedOutcome:
-    """What a system made of the samples.
+    """Totals of a system on the samples.
 
     Attributes:
-        name: the system.
-        steps: optimizer steps.
-        seconds_s: of all of them.
-        tokens: trained, padding left out.
-        samples: trained.
-        dropped: samples that it never trained.
-        idle_share: of all ranks' time.
-        wire_bytes: sent by all ranks in all steps.
+        name: name of the system.
+        steps: number of optimizer steps.
+        seconds_s: seconds of all steps.
+        tokens: tokens trained, padding left out.
+        samples: samples trained.
+        dropped: samples never trained.
+        idle_share: idle share of all ranks' time.
+        wire_bytes: bytes sent by all ranks in all steps.
         bound_s: least seconds of all steps by this cost; 0: not known.
         shown: timelines of the first steps.
     """
@@ -44,7 +44,7 @@ class SimulatedOutcome:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks."""
+        """Tokens a second of all ranks."""
         return self.tokens / self.seconds_s if self.seconds_s > 0 else 0.0
 
     @property
@@ -97,14 +97,14 @@ def of_steps(
     tokens: Mapping[int, int],
     shown: int = 4,
 ) -> SimulatedOutcome:
-    """Returns what a system's steps come to.
+    """Returns the totals of a system's steps.
 
     Args:
-        name: the system.
-        plans: its steps.
+        name: name of the system.
+        plans: steps of the system.
         costs: rows that the steps were made from.
-        tokens: real tokens of each sample there is.
-        shown: steps whose timelines are kept.
+        tokens: sample -> real tokens.
+        shown: number of steps whose timelines are kept.
     """
     wire = {
         (b.bucket, r.sp, r.micro_batch, r.menu_step): r.wire_bytes
@@ -140,13 +140,13 @@ def of_batches(
     comm_bytes: float,
     shown: int = 4,
 ) -> SimulatedOutcome:
-    """Returns what plans of global batches of lengths come to.
+    """Returns the totals of a system's plans of global batches of lengths.
 
     Args:
-        name: the system.
-        plans: each with the batch's real lengths.
-        comm_bytes: that a token sends in a group of more than one rank.
-        shown: steps whose timelines are kept.
+        name: name of the system.
+        plans: plans, each with the batch's real lengths.
+        comm_bytes: bytes that a token sends in a group of more than one rank.
+        shown: number of steps whose timelines are kept.
     """
     total, tokens, samples = _Sum([]), 0, 0
     for plan, lengths in plans:

@@ -1,4 +1,4 @@
-"""What users compare with on a formula: the same batch and cost, planned as others plan it.
+"""Baselines on a formula: the same batch and cost, planned as other systems plan it.
 
 Each gives micro-steps: groups on disjoint ranks, all ranks wait after each (ZeRO-3 gathers and sums
 in each). Written from the systems' published descriptions, without their code.
@@ -29,8 +29,8 @@ def fixed_sp(
 
     Args:
         lengths: tokens of each sequence.
-        cost: what it costs.
-        degree: of every group.
+        cost: cost formula.
+        degree: ranks of every group.
         pad_to: lengths up to which sequences are padded; none: they are not.
 
     Raises:
@@ -188,7 +188,7 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
 
 
 def _least_degree(cost: LinearCost, tokens: int) -> tuple[int, int]:
-    """The smallest degree at which a sequence fits, and its fastest setting there."""
+    """Returns the smallest degree at which a sequence fits, and its fastest setting there."""
     for degree in cost.degrees:
         fits = [i for i in range(len(cost.recompute)) if cost.tokens(i) * degree >= tokens]
         if fits:
@@ -258,8 +258,8 @@ def in_rounds(
 
     Args:
         lengths: tokens of each sequence.
-        cost: what it costs.
-        steps: groups of each, which have at most all ranks.
+        cost: cost formula.
+        steps: groups of each micro-step, on at most all ranks.
     """
     placed = (mb for step in steps for mb in _placed(lengths, cost, step))
     return step_plan(tuple(placed), cost.ranks, cost.ranks)

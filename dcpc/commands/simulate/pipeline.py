@@ -1,4 +1,4 @@
-"""A pipeline's step as a picture and as a trace: stages, bubbles, memory, what bounds it."""
+"""Draws a pipeline's step as a picture and as a trace: stages, bubbles, memory, its bound."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Bubble:
     """A time in which a stage computes nothing.
 
     Attributes:
-        stage: which.
-        begin_s: from the start of the step.
-        end_s: from the start of the step.
-        why: what it waits for.
+        stage: number of the stage.
+        begin_s: start, in seconds from the start of the step.
+        end_s: end, in seconds from the start of the step.
+        why: message that the stage waits for.
     """
 
     stage: int
@@ -50,11 +50,11 @@ def bubbles(found: PipelineReplay) -> tuple[Bubble, ...]:
 
 
 def pipeline_timeline(work: PipelineWork, found: FoundSchedule) -> StepTimeline:
-    """Returns the step with a stage as a rank: what runs where, and how it is recomputed.
+    """Returns the step with a stage as a rank: its actions, and how each is recomputed.
 
     Args:
-        work: for how many settings of recompute there are.
-        found: the schedule.
+        work: work with the number of recompute settings.
+        found: schedule of the step.
     """
     spans = []
     for stage, ran in enumerate(found.replay.ran):
@@ -70,12 +70,12 @@ def pipeline_timeline(work: PipelineWork, found: FoundSchedule) -> StepTimeline:
 
 
 def pipeline_trace(work: PipelineWork, found: FoundSchedule, name: str) -> dict[str, Any]:
-    """Returns the step as Chrome trace JSON, which Perfetto opens: spans, bubbles, bytes held.
+    """Returns the step as Chrome trace JSON for Perfetto: spans, bubbles, bytes held.
 
     Args:
-        work: as for `pipeline_timeline`.
-        found: the schedule.
-        name: of the process in the trace.
+        work: work with the number of recompute settings.
+        found: schedule of the step.
+        name: name of the process in the trace.
     """
     trace = chrome_trace({f"{name}: {said(found)}": [pipeline_timeline(work, found)]})
     for stage, curve in enumerate(found.replay.held):
@@ -88,7 +88,7 @@ def pipeline_trace(work: PipelineWork, found: FoundSchedule, name: str) -> dict[
 
 
 def said(found: FoundSchedule) -> str:
-    """Returns seconds, bubbles and what bounds them, as one line."""
+    """Returns seconds, bubbles and the binding bound, as one line."""
     step = found.replay
     return (
         f"{step.makespan_s:.4g} s, idle {step.bubble_share:.1%}; no schedule of these "
@@ -97,12 +97,12 @@ def said(found: FoundSchedule) -> str:
 
 
 def draw_pipeline(work: PipelineWork, found: FoundSchedule, file: Path) -> None:
-    """Writes a PNG: what each stage runs, and below it what it holds beside what it may.
+    """Writes a PNG: each stage's actions, and below them its memory in use beside the limit.
 
     Args:
         work: memory of the stages.
-        found: the schedule.
-        file: the PNG.
+        found: schedule of the step.
+        file: path of the PNG.
     """
     stages = work.stages
     figure = blank(12, 1.2 + 1.1 * stages)
@@ -141,7 +141,7 @@ def _bounded(work: PipelineWork) -> bool:
 def _boxes(
     found: FoundSchedule,
 ) -> tuple[list[Sequence[tuple[float, float]]], list[tuple[str, float]]]:
-    """Returns corners and (colour, opacity) of what runs and of the waits."""
+    """Returns corners and (colour, opacity) of the actions and of the waits."""
     boxes: list[Sequence[tuple[float, float]]] = []
     colours: list[tuple[str, float]] = []
     colour = dict(zip(KINDS, COLOURS, strict=False))

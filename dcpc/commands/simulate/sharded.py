@@ -1,4 +1,4 @@
-"""Systems that share out parameters over all ranks (ZeRO-3) and so go through a step in rounds.
+"""Systems that shard parameters over all ranks (ZeRO-3) and so go through a step in rounds.
 
 In each round all ranks gather the parameters, gather them again and sum the gradients, whatever
 each of them runs; a round lasts as long as its slowest group. Generous: planning knows all costs,

@@ -1,4 +1,4 @@
-"""What users compare with, and dcpc: each gives the optimizer steps of an epoch by a model's rows.
+"""Baselines and dcpc: each gives the optimizer steps of an epoch by a model's rows.
 
 All train the same samples. Those that plan a global batch get the same batches; those that fill a
 step by their own rules (padded buckets, VideoSys) draw from all of them.
@@ -145,7 +145,7 @@ SYSTEMS: dict[str, System] = {
 
 
 def _settings(costs: ModelCosts, sp: int) -> dict[Bucket, SimRow]:
-    """The fastest row of every bucket at one sp; nothing if a bucket does not fit."""
+    """Returns the fastest row of every bucket at one sp; nothing if a bucket does not fit."""
     if costs.world % sp:
         return {}
     rows = {b.bucket: row for b in costs.buckets if (row := cheapest(b.least, sp)) is not None}
@@ -155,7 +155,7 @@ def _settings(costs: ModelCosts, sp: int) -> dict[Bucket, SimRow]:
 def _micro_batch(
     rows: Sequence[SimRow], sp: int, bucket: Bucket, ids: Sequence[int], ranks: Sequence[int]
 ) -> PlannedMicroBatch:
-    """A micro-batch on the smallest row that holds it."""
+    """Returns a micro-batch on the smallest row that holds it."""
     row, seconds_s = run_of(rows, sp, len(ids))
     return PlannedMicroBatch(
         bucket, sp, tuple(ranks), tuple(ids), seconds_s, row.micro_batch, row.menu_step

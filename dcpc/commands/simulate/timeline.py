@@ -1,4 +1,4 @@
-"""What ran where and when: spans of groups of ranks, from a plan; busy ranks, Chrome trace."""
+"""Timelines of a step: spans of groups of ranks, from a plan; busy ranks, Chrome trace."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Span:
     """Consecutive ranks at work on one thing.
 
     Attributes:
-        first_rank: its ranks are `first_rank` to `first_rank + ranks - 1`.
-        ranks: how many.
-        begin_s: from the start of the step.
-        end_s: from the start of the step.
-        name: what it is.
-        samples: how many it trains.
+        first_rank: first of the ranks `first_rank` to `first_rank + ranks - 1`.
+        ranks: number of ranks.
+        begin_s: start, in seconds from the start of the step.
+        end_s: end, in seconds from the start of the step.
+        name: label of the work.
+        samples: number of samples trained.
     """
 
     first_rank: int
@@ -68,8 +68,8 @@ def of_step(plan: StepPlan, reduction_s: float = 0.0) -> StepTimeline:
     """Returns the timeline of a plan whose groups wait only for their own ranks.
 
     Args:
-        plan: what runs, in the global order.
-        reduction_s: of the gradients' sum that ends the step, on all ranks.
+        plan: micro-batches in the global order.
+        reduction_s: seconds of the gradients' sum that ends the step, on all ranks.
     """
     world = len(plan.busy_s)
     begins, _, _ = timeline(plan.micro_batches, world, plan.block)

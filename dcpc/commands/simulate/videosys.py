@@ -7,8 +7,8 @@
     inter+pac  the same, with no more recompute than memory asks for
 
 Written from VideoSys' description, without its code. More generous than the original in three
-points: memory and seconds are known exactly, any sp class is drawn with equal probability, and
-samples count by what was trained.
+points: memory and seconds are known exactly, any sp class is drawn with equal probability, and only
+trained samples count.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Pool:
         return cls(left)
 
     def take(self, bucket: Bucket, count: int) -> tuple[int, ...]:
-        """Takes so many samples, or what is left of them."""
+        """Takes so many samples, or all that are left."""
         numbers = self.left[bucket]
         taken = tuple(numbers[len(numbers) - count :] if count < len(numbers) else numbers)
         del numbers[max(0, len(numbers) - count) :]
@@ -53,7 +53,7 @@ class Pool:
         return taken
 
     def drop(self, bucket: Bucket) -> None:
-        """Leaves out what is left of a bucket."""
+        """Drops the remaining samples of a bucket."""
         self.left.pop(bucket, None)
 
 
@@ -63,10 +63,10 @@ def steps(
     """Yields the optimizer steps of an epoch; samples that are in none were dropped.
 
     Args:
-        costs: rows of each bucket; its usual micro-batch is used.
-        samples: of the epoch.
+        costs: rows of each bucket, with its usual micro-batch.
+        samples: samples of the epoch, each with its bucket.
         mode: "intra", "inter" or "pac".
-        seed: of the order and of the choice of groups.
+        seed: seed of the order and of the choice of groups.
     """
     draw = random.Random(seed)
     pool = Pool.of(samples, draw)

@@ -21,7 +21,7 @@ from dcpc.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Where lengths are drawn from.
+    """Distribution of lengths.
 
     Attributes:
         shares: probability of each entry.
@@ -112,8 +112,8 @@ class Epoch:
     """Samples in global batches.
 
     Attributes:
-        batches: (sample, bucket) of each sample of a batch.
-        tokens: of each sample, padding left out.
+        batches: for each batch: (sample, bucket) of each sample.
+        tokens: sample -> tokens, padding left out.
     """
 
     batches: tuple[tuple[tuple[int, Bucket], ...], ...]
@@ -121,7 +121,7 @@ class Epoch:
 
     @property
     def samples(self) -> list[tuple[int, Bucket]]:
-        """All of them, in order."""
+        """All samples, in order."""
         return [sample for batch in self.batches for sample in batch]
 
 
@@ -180,11 +180,11 @@ def by_share(
     """Returns batches of samples drawn by bucket.
 
     Args:
-        buckets: all of them.
-        shares: how likely each is; any positive scale.
-        steps: batches.
-        tokens_per_step: each batch is the first to reach it.
-        seed: of the draw.
+        buckets: all buckets.
+        shares: probability of each bucket; any positive scale.
+        steps: number of batches.
+        tokens_per_step: minimum tokens of a batch; it ends at the first sample that reaches them.
+        seed: seed of the draw.
 
     Raises:
         PlanError: not one share a bucket.

@@ -1,4 +1,4 @@
-"""An iterator that a thread keeps some items ahead of the loop over it, and what that hides."""
+"""An iterator that a thread runs some items ahead of the loop over it, and the seconds it saves."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def ahead(
     the frames of C++ do not let that pass ("terminate called without an active exception").
 
     Args:
-        items: run in the thread.
-        count: at least 1.
-        stop: called from here; ends what `items` may wait for, such as a peer.
-        look: called while waiting; raises why nothing will come.
+        items: iterator to run in the thread.
+        count: number of items, at least 1.
+        stop: function called from here that ends waits of `items`, such as for a peer.
+        look: function called while waiting; it raises the reason why nothing will come.
 
     Raises:
         DataError: the thread has ended without a word.
@@ -136,17 +136,17 @@ def _await(thread: threading.Thread) -> None:
 
 @dataclass(slots=True)
 class LoaderStats:
-    """How well planning and loading hide behind the steps, over all iterations so far.
+    """Seconds that planning and loading add to the steps, over all iterations so far.
 
     Attributes:
-        steps: yielded.
-        plan_s: seconds of forming and planning them, on the rank that did.
+        steps: number of steps yielded.
+        plan_s: seconds of forming and planning them, on the rank that plans.
         waited_s: seconds the loop here waited for a step that was not ready, the first of each
             iteration left out: nothing runs before it.
         first_s: seconds it waited for these first steps.
-        tokens: of all ranks' samples.
+        tokens: tokens of all ranks' samples.
         padding: tokens that all ranks' micro-batches had beside them.
-        padded_to: "longest" or "bucket": what samples are padded to.
+        padded_to: "longest" or "bucket": target of the padding.
     """
 
     steps: int = 0
@@ -165,7 +165,7 @@ class LoaderStats:
     def timed(
         self, made: Iterator[tuple[PlannedBatch, Step | None]]
     ) -> Iterator[tuple[PlannedBatch, Step | None]]:
-        """Yields what it is given, and counts it and the seconds it waits."""
+        """Yields the items, and counts them and the seconds it waits for them."""
         first = True
         while True:
             begin_s = time.perf_counter()

@@ -11,7 +11,7 @@ from dcpc.runtime.planner.step_planner import Allowed
 
 
 def allowed_steps(mode: Mode, least: int, most: int | None) -> Allowed:
-    """Returns what a step may be like, by how many micro-batches a rank has.
+    """Returns the limits of a step, by the number of micro-batches of a rank.
 
     Raises:
         DataError: the bounds contradict each other or the mode.
@@ -28,7 +28,7 @@ def allowed_steps(mode: Mode, least: int, most: int | None) -> Allowed:
 
 
 def check_compiled(compiled: object) -> None:
-    """Refuses what `dcpc.compile` did not make.
+    """Refuses an object that is no result of `dcpc.compile`.
 
     Raises:
         DataError: it has no plans.
@@ -41,7 +41,7 @@ def check_compiled(compiled: object) -> None:
 
 
 def check_step(step: object) -> None:
-    """Refuses what the loader did not yield.
+    """Refuses an object that is no step of the loader.
 
     Raises:
         DataError: it is no `Step`.
@@ -55,7 +55,7 @@ def check_step(step: object) -> None:
 
 
 def check_dataset(dataset: object) -> None:
-    """Refuses what has no samples by number.
+    """Refuses a dataset that has no samples by number.
 
     Raises:
         DataError: it has no `len()`, no `[i]`, or no samples.
@@ -86,7 +86,7 @@ def check_dataset(dataset: object) -> None:
 
 
 def check_pad(pad: object) -> None:
-    """Refuses what names no inputs.
+    """Refuses padding values that are not given by input name.
 
     Raises:
         DataError: it is neither None nor a mapping.
@@ -121,7 +121,7 @@ def check_choices(name: str, value: object, choices: Sequence[str]) -> tuple[str
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Refuses what is no time limit.
+    """Refuses a value that is no time limit.
 
     Raises:
         DataError: it is no positive number of seconds.
@@ -144,13 +144,13 @@ def check_flags(**given: object) -> None:
 
 
 def check_stages(**given: bool) -> None:
-    """Refuses what a loader does not do for a model in stages.
+    """Refuses arguments that a loader does not support for a model in stages.
 
     Args:
         given: name of an argument or method -> whether it is asked for.
 
     Raises:
-        DataError: one is.
+        DataError: one is asked for.
     """
     for name in (name for name, asked in given.items() if asked):
         raise DataError(

@@ -34,19 +34,19 @@ Rows = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How global batches are formed and planned.
+    """Settings by which global batches are formed and planned.
 
     Attributes:
         most: tokens of a batch, or samples.
         window: places by which the order may differ from the epoch's (window.py).
-        mode: of the planner.
-        allowed: what else holds.
-        packs: samples follow each other in rows, which are what is planned.
-        by_samples: `most` counts samples.
-        planner: plans batches, of a model in stages; None: `plan_step` does.
-        own: micro-batches run at the lengths of their samples; None: at their buckets'.
+        mode: mode of the planner.
+        allowed: limits of a step's micro-batches.
+        packs: whether samples follow each other in rows, which are then planned as samples.
+        by_samples: whether `most` counts samples.
+        planner: planner of a model in stages; None: `plan_step` plans.
+        own: lengths of micro-batches by their samples; None: those of their buckets.
         prices: seconds of packed micro-batches; None: `planner` plans, or samples are not packed.
-        chooses: a batch's rows hold one sample each where packing is not predicted to gain.
+        chooses: whether a batch's rows hold one sample each where packing predicts no gain.
     """
 
     most: int
@@ -92,7 +92,7 @@ class Recipe:
         return take(order, fit, position, limit, self.window, one_bucket, self.by_samples)
 
     def text(self) -> str:
-        """What all ranks must have alike."""
+        """Settings that must be equal on all ranks, as text."""
         what = "samples" if self.by_samples else "tokens"
         return (
             f"{what}_per_step={self.most}, window={self.window}, mode={self.mode}, "
@@ -106,13 +106,13 @@ class PlannedBatch:
 
     Attributes:
         index: number of the step in its epoch.
-        plan: None where all that was left is too long.
-        tokens: of the batch.
-        skipped: samples longer than every bucket that were passed by.
-        after: where the epoch is once the step is done.
-        plan_s: seconds that forming and planning took, on the rank that did.
-        table: that the plan was made from.
-        rows: packed: the samples of each row, which is what the plan calls a sample.
+        plan: plan; None where all remaining samples are too long.
+        tokens: tokens of the batch.
+        skipped: samples longer than every bucket, left out.
+        after: position in the epoch once the step is done.
+        plan_s: seconds of forming and planning, on the rank that plans.
+        table: plan table that the plan was made from.
+        rows: for packed batches: samples of each row; the plan's sample ids number rows.
     """
 
     index: int
@@ -139,7 +139,7 @@ class PlannedBatch:
         return sum(sizes) - self.tokens
 
     def ids(self, planned: Iterable[Sequence[int]]) -> tuple[int, ...]:
-        """Returns the indices in the dataset of what a plan calls samples."""
+        """Returns the indices in the dataset of a plan's sample ids."""
         every = [i for ids in planned for i in ids]
         if not self.rows:
             return tuple(every)
@@ -149,8 +149,8 @@ class PlannedBatch:
         """Returns it as plain data.
 
         Args:
-            base: a table that all ranks have; what that of the plan has besides is sent, too.
-            job: what all ranks must have alike.
+            base: table that all ranks have; differences of the plan's are sent, too.
+            job: settings that must be equal on all ranks.
         """
         changes = {} if self.table is base else self.table.changes(base)
         return {
@@ -168,12 +168,12 @@ class PlannedBatch:
 
     @classmethod
     def of(cls, message: Mapping[str, Any], base: PlanTable, job: str) -> PlannedBatch:
-        """Returns what `message` gave.
+        """Returns the planned batch in a `message`.
 
         Args:
-            message: of rank 0.
-            base: the table that all ranks have.
-            job: what all ranks must have alike.
+            message: message of rank 0.
+            base: plan table that all ranks have.
+            job: settings that must be equal on all ranks.
 
         Raises:
             DataError: the sender iterates something else.
@@ -204,13 +204,13 @@ def count_steps(
     recipe: Recipe,
     forget: Callable[[Iterable[int]], None],
 ) -> int:
-    """Returns how many steps an epoch has, without planning any.
+    """Returns the number of steps of an epoch, without planning any.
 
     Args:
         order: index in the dataset of each place of the epoch.
         fit: bucket and tokens of a sample.
-        recipe: how batches are formed; accumulation is not bounded.
-        forget: drops what was loaded of samples.
+        recipe: settings by which batches are formed; accumulation is not bounded.
+        forget: function that drops loaded samples.
     """
     position, steps = Position(), 0
     while position.start < len(order):
@@ -230,18 +230,18 @@ def cut_epoch(
     index: int,
     evolves: bool = False,
 ) -> Iterator[PlannedBatch]:
-    """Yields the planned batches of what is left of an epoch.
+    """Yields the planned batches of the rest of an epoch.
 
     How many turns an evolution has depends on the clock.
 
     Args:
         order: index in the dataset of each place of the epoch.
         fit: bucket and tokens of a sample.
-        table: gives the rows to choose from, asked before each batch.
-        recipe: how to form and plan.
-        position: where the epoch is.
+        table: function that returns the rows to choose from, called before each batch.
+        recipe: settings by which batches are formed and planned.
+        position: position in the epoch.
         index: number of the next step.
-        evolves: a better plan is searched for while the step before runs.
+        evolves: whether a better plan is searched for while the step before runs.
     """
     runs_s = 0.0
     while position.start < len(order):

@@ -102,37 +102,38 @@ class DataLoader:
                 has `dims(i)` -> length of each named dim, samples are not loaded for their lengths;
                 else rank 0 loads every one.
             compiled: the compiled model.
-            tokens_per_step: most tokens of a global batch (a longer single sample is a step of its
-                own); the tokens of a sample are the product of its named dims.
-            samples_per_step: instead: samples of a global batch, the next in the epoch's order.
+            tokens_per_step: maximum tokens of a global batch (a longer single sample is a step of
+                its own); the tokens of a sample are the product of its named dims.
+            samples_per_step: samples of a global batch in place of tokens: the next in the epoch's
+                order.
             mode: "auto": any row of the plan table for any micro-batch; "evolve": the same, and
                 with `packing` the search goes on while the step before runs; "inter": each bucket's
                 own setting, buckets mixed and balanced; "intra": one bucket a step, at its own
                 setting.
-            min_grad_accumulation_steps: micro-batches that the rank with most runs in a step, at
-                least: batches are enlarged beyond `tokens_per_step` until it does. Not in "intra".
-            max_grad_accumulation_steps: at most: batches are cut smaller; None: any number.
-            calculate_imbalance: log each step's predicted imbalance, gap and what binds it, to the
-                logger "dcpc", on rank 0.
+            min_grad_accumulation_steps: minimum of micro-batches of the rank that runs most in a
+                step: batches are enlarged beyond `tokens_per_step` until it does. Not in "intra".
+            max_grad_accumulation_steps: maximum of the same: batches are cut smaller; None: none.
+            calculate_imbalance: whether each step's predicted imbalance, gap and limiting cause are
+                logged to the logger "dcpc", on rank 0.
             window: places by which the order of the samples may differ from the epoch's: samples
                 that do not fit in a batch wait for the next while others up to so many places after
                 them are taken. 0: the exact order.
-            seed: of the order of samples.
-            shuffle: a new order each epoch; else the dataset's.
-            order: instead of both: epoch -> the samples in its order, each once, alike on all ranks
-                (a sampler of your own, or `torch.randperm(n, generator=...)` of your seed).
-            pad: input name -> what fills up the end of a sample shorter than its micro-batch.
+            seed: seed of the order of samples.
+            shuffle: whether each epoch has a new order; else it has the dataset's.
+            order: function from the epoch to the samples in order, each once, alike on all ranks
+                (your sampler, or `torch.randperm(n, generator=...)` of your seed), instead of both.
+            pad: input name -> value that fills up the end of a sample shorter than its micro-batch.
             pad_to: "longest": each sample is padded to the longest one of its micro-batch, which
                 the planner forms of samples of like length. The bucket's degree, placement and
                 recompute run it, within the bucket's memory. Where the model's trace does not hold
                 (`CompiledModel.own_lengths`), in stages, and where `pad` lacks an input, samples
                 are padded to their buckets. "bucket": they always are.
-            pad_to_multiple_of: with "longest", what lengths are rounded up to, as far as the bucket
+            pad_to_multiple_of: divisor of the lengths that "longest" pads to, as far as the bucket
                 has room. Default: 64 on a GPU where samples have one named dim, else 1.
-            pad_to_longer: in mode "auto", short samples may be padded to longer buckets than their
-                own where that ends the step earlier (many small kernels, few samples a bucket).
-                Only for models whose result padding does not change: causal ones with ignored
-                labels, or with masks. Needs `pad`.
+            pad_to_longer: whether short samples may be padded to longer buckets than their own, in
+                mode "auto", where that ends the step earlier (many small kernels, few samples a
+                bucket). Only for models whose result padding does not change: causal ones with
+                ignored labels, or with masks. Needs `pad`.
             packing: several sequences in one row, one after the other, so that short ones pad
                 nothing: True where the model takes `position_ids`, which restart in each; the name
                 of the input that gets the sequences' numbers (1, 2, ...) where it takes these. Both
@@ -140,20 +141,20 @@ class DataLoader:
                 keeps sequences apart, and `weight`; see `runtime/data/packing.py`. "auto": by the
                 input that the model has for it, each step where that is predicted to gain; where a
                 model or loss cannot be packed it is as False, and the log says why.
-            weight: what the model's loss is a mean over: "samples", the name of the input with the
-                labels (those not -100 count), `CountLabels`, or a function of a micro-batch's
-                inputs.
+            weight: quantity that the model's loss is a mean over: "samples", the name of the input
+                with the labels (those not -100 count), `CountLabels`, or a function of a
+                micro-batch's inputs.
             on_too_long: a sample longer than every bucket is an error, or is left out, counted in
                 `skipped` and warned of.
             lookahead: steps planned and loaded ahead in a thread; 0: none, no thread.
-            plan_timeout_s: how long a rank waits for rank 0's plan; default: as for its peers.
+            plan_timeout_s: seconds that a rank waits for rank 0's plan; default: as for its peers.
             check_values: refuse samples with numbers that the model has no row of an embedding or
                 no class for, and with NaN, when a step is made: in the loader's thread, so that no
                 step waits for it. False: torch finds out, or the loss is NaN.
-            loss_depends_on: what the loss of a sample may depend on besides the sample, some of
-                "micro_batch" (a loss that joins samples), "padding" and "row" (of `packing`). Else
-                the plain model is asked about a few drawn samples, and what changes its loss is an
-                error, as loss and gradients would follow from the plan.
+            loss_depends_on: quantities besides the sample that its loss may depend on, some of
+                "micro_batch" (a loss that joins samples), "padding" and "row" (of `packing`). Any
+                other dependence is an error, as loss and gradients would follow from the plan: the
+                plain model is run on a few drawn samples to find it.
 
         Raises:
             DataError: an argument is wrong, the dataset is empty, the model would mix sequences
@@ -343,7 +344,7 @@ class DataLoader:
         progress.go_to(progress.epoch + 1)
 
     def stats(self) -> LoaderStats:
-        """Returns what planning took, and how long steps were waited for."""
+        """Returns the seconds of planning, and those that steps were waited for."""
         return self._stats
 
     def save_plan(self, step: Step, file: str | Path) -> None:
@@ -361,7 +362,7 @@ class DataLoader:
         PlanFile(plan, self.table, allowed, samples, lengths).write(path)
 
     def _telling(self, steps: Iterator[T]) -> Iterator[T]:
-        """Yields what it is given; tells the other ranks why there is no more."""
+        """Yields the steps; if they end with an error, tells the other ranks."""
         try:
             yield from steps
         except GeneratorExit:
@@ -392,7 +393,7 @@ class DataLoader:
             yield cut, self._maker.step(epoch, cut, partial(self._again, cut))
 
     def _again(self, cut: PlannedBatch, plan: StepPlan) -> PlannedBatch:
-        """Returns a batch with a new plan of what a plan has, by the table of the moment.
+        """Returns a batch whose plan's samples are planned again, by the table of the moment.
 
         Each rank makes it for itself, alike: it follows from the plan and the table.
         """
@@ -407,7 +408,7 @@ class DataLoader:
     def _received(
         self, relay: Relay, table: PlanTable, job: str
     ) -> Iterator[tuple[PlannedBatch, Step | None]]:
-        """Yields this rank's steps of what rank 0 planned."""
+        """Yields this rank's steps of rank 0's plans."""
         progress, world = self._progress, self.compiled.groups.world
         for message in relay.receive():
             try:
@@ -425,7 +426,7 @@ class DataLoader:
             yield cut, self._maker.step(progress.epoch, cut, partial(self._again, cut))
 
     def _cuts(self, table: PlanTable) -> Iterator[PlannedBatch]:
-        """Yields what is left of the epoch, planned here with the table of each moment."""
+        """Yields the rest of the epoch's batches, planned here with the table of each moment."""
         progress, fit = self._progress, self._maker.samples.fit
         order, position = progress.order(), progress.position
         now = _TableNow(self, table)
@@ -474,7 +475,7 @@ class DataLoader:
         warnings.warn(f"{text}: left out", stacklevel=3)
 
     def _report_padding(self) -> None:
-        """Logs once, after an epoch, what padding cost and which buckets would leave less."""
+        """Logs once, after an epoch, the cost of padding and buckets that would leave less."""
         knows = self.compiled.groups.rank == 0 and not self.recipe.packs
         if knows and not self._told_padding:
             self._told_padding = True

@@ -30,10 +30,10 @@ DEPENDS_ON = ("micro_batch", "padding", "row")
 
 
 def agreed_maker(groups: Groups, make: Callable[[], StepMaker]) -> StepMaker:
-    """Returns what makes steps, once all ranks have one.
+    """Returns the maker of steps, once all ranks have one.
 
     Raises:
-        DcpcError: on every rank, of the first one that cannot make it.
+        DcpcError: a rank cannot make it; the first such error, on every rank.
     """
     made: StepMaker | None = None
     problem: DcpcError | None = None
@@ -49,16 +49,16 @@ def agreed_maker(groups: Groups, make: Callable[[], StepMaker]) -> StepMaker:
 def chosen_maker(
     compiled: Compiled, packing: bool | str, make: Callable[[bool | str], StepMaker]
 ) -> StepMaker:
-    """Returns what makes steps, once all ranks have one; it packs as asked for, if it can be.
+    """Returns the maker of steps, once all ranks have one; it packs as asked for, if it can.
 
     Args:
         compiled: the compiled model.
-        packing: as for the loader. "auto": by the input that the model tells sequences apart by;
-            where packing is refused there is none, and the log says why.
-        make: returns a rank's maker with that packing, "auto" left out.
+        packing: argument of the loader. "auto": by the input that the model tells sequences apart
+            by; where packing is refused steps are not packed, and the log says why.
+        make: function that returns a rank's maker with that packing, "auto" left out.
 
     Raises:
-        DcpcError: on every rank, of the first one that cannot make it.
+        DcpcError: a rank cannot make it; the first such error, on every rank.
     """
     groups = compiled.groups
     if packing != AUTO:
@@ -76,10 +76,10 @@ def chosen_maker(
 
 
 class StepMaker:
-    """Loads what one rank runs of a planned batch.
+    """Loads one rank's micro-batches of a planned batch.
 
     Attributes:
-        samples: of the dataset.
+        samples: samples of the dataset.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class StepMaker:
         return self._rows is not None
 
     def _dependences(self, compiled: Compiled, pad: Mapping[str, int | float]) -> Mapping[str, str]:
-        """What a sample's loss depends on besides the sample, each with what the model says."""
+        """Returns each thing besides the sample that its loss depends on, with a reason."""
         rows, weigh = self._rows, self._weigh
         if rows is None:
             return compiled.division_problems(weigh, pad)
@@ -137,15 +137,15 @@ class StepMaker:
     def step(
         self, epoch: int, cut: PlannedBatch, again: Callable[[StepPlan], PlannedBatch]
     ) -> Step | None:
-        """Returns this rank's step; None where the batch is empty. What it had is forgotten.
+        """Returns this rank's step; None where the batch is empty. Its samples are forgotten.
 
-        What is wrong with a sample is raised by a rank alone. Else it is in the step: the others
+        A rank alone raises the error of a wrong sample. Among others it puts it into the step: they
         wait for this rank in `train_step`, and learn of it there.
 
         Args:
-            epoch: of the step.
-            cut: the batch and its plan.
-            again: plans what a plan has again, with the table of the moment.
+            epoch: number of the epoch.
+            cut: batch and its plan.
+            again: function that plans a plan's samples again, with the table of the moment.
         """
         plan = cut.plan
         step = None if plan is None else self._step(epoch, cut, plan)
@@ -163,7 +163,7 @@ class StepMaker:
         return step
 
     def own_buckets(self, step: Step) -> tuple[tuple[int, Bucket], ...]:
-        """Returns what the planner was given: each sample and the bucket that is its own.
+        """Returns the planner's samples: each with the bucket that is its own.
 
         A row of packed sequences has that of its micro-batch.
         """
@@ -217,7 +217,7 @@ class StepMaker:
     def _check_values(
         self, inputs: Mapping[str, torch.Tensor], cut: PlannedBatch, mb: PlannedMicroBatch
     ) -> None:
-        """Refuses what the model's ops cannot take: here it costs no time of a step."""
+        """Refuses inputs that the model's ops cannot take: here no step waits for the check."""
         if self._ranges is None:
             return
         wrong = out_of_range(inputs, self._ranges.get(mb.bucket, {})) or not_numbers(inputs)

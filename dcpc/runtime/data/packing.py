@@ -3,9 +3,9 @@
     samples of a global batch -> rows -> what the planner sees as its samples -> tensors
                                  `pack`                                          `RowMaker.collate`
 
-A row is what the planner gives to a micro-batch: it has the length of a bucket, begins with the
-longest sequence that is left and is filled up with shorter ones. What is left of it at its end is
-one more sequence, of padding, that no other one sees and whose labels do not count.
+The planner deals out rows as samples. A row has the length of a bucket, begins with the longest
+sequence that is left and is filled up with shorter ones. The rest at its end is one more sequence,
+of padding, that no other one attends to and whose labels do not count.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def pack(
     The last, less full rows go to shorter buckets.
 
     Args:
-        samples: id and bucket of each; the bucket is the smallest that holds it.
-        length: of a sample.
-        buckets: that there are, of one named dim.
-        seconds: rank-seconds of one row of a bucket, as predicted.
-        one_bucket: keep to the samples' own bucket, which all of them have.
+        samples: id and bucket of each sample; the bucket is the smallest that holds it.
+        length: function from a sample to its length.
+        buckets: all buckets, of one named dim.
+        seconds: predicted rank-seconds of one row of a bucket.
+        one_bucket: whether to keep to the samples' own bucket, which all of them share.
     """
     sizes = {bucket: _size(bucket) for bucket in buckets}
     ascending = sorted(buckets, key=lambda bucket: sizes[bucket])
@@ -85,7 +85,7 @@ def pack(
 def fill_rows(
     lengths: Iterable[tuple[int, int]], capacity: Mapping[int, int]
 ) -> list[tuple[int, ...]]:
-    """Returns rows that hold every sequence once: the longest left, and what fills it up best.
+    """Returns rows that hold every sequence once: the longest left, and those that fill it up best.
 
     Args:
         lengths: id and length of each sequence.
@@ -133,15 +133,15 @@ def _size(bucket: Bucket) -> int:
 
 
 class RowMaker:
-    """Makes the inputs of rows from samples that lack what says where a sequence begins.
+    """Makes the inputs of rows from samples that do not say where a sequence begins.
 
     Args:
-        buckets: of the model: all of its inputs.
+        buckets: buckets of the model: with all of its inputs.
         packing: True: the input `position_ids` counts from 0 in each sequence. A name: this input
             gets 1, 2, 3, ... for the sequences of a row; `position_ids`, if there is one, too.
-        packable: what the traced model does with rows.
-        weight: as for the loader; it says which input has the labels.
-        pad: input name -> what does not count in it.
+        packable: way in which the traced model takes rows.
+        weight: argument of the loader; it says which input has the labels.
+        pad: input name -> value that does not count in it.
 
     Raises:
         DataError: the model would not keep sequences apart, or its inputs cannot be laid end to
@@ -175,7 +175,7 @@ class RowMaker:
             self._check_dropped(name, count)
 
     def given(self, buckets: Buckets) -> Buckets:
-        """Returns the buckets of a sample: without what is made for a row."""
+        """Returns the buckets of a sample: without the inputs that are made for a row."""
         inputs = {n: str(spec) for n, spec in self.inputs.items() if n not in self.made}
         return Buckets(inputs, [bucket.sizes for bucket in buckets])
 
@@ -193,13 +193,13 @@ class RowMaker:
     ) -> dict[str, torch.Tensor]:
         """Returns the inputs of a micro-batch, `[rows, the bucket's length, ...]`.
 
-        What a model does not use of a row's beginning, as it predicts a label from the tokens
-        before it, is marked as not counting in each sequence: alone it would not count either.
+        A model predicts a label from the tokens before it, so it does not use the labels at a row's
+        beginning. They do not count at each sequence's beginning: alone they would not either.
 
         Args:
-            samples: of the dataset.
+            samples: samples of the dataset.
             rows: the samples of each row.
-            bucket: one that holds each row.
+            bucket: bucket that holds each row.
 
         Raises:
             DataError: a sample contradicts the specs.
@@ -224,7 +224,7 @@ class RowMaker:
     def examples(self, rows: Inputs) -> list[Inputs]:
         """Returns two rows of several sequences, and each of these sequences alone.
 
-        The first row ends with padding, where it is known what fills all inputs up.
+        The first row ends with padding, where each input's filling is known.
 
         Args:
             rows: inputs of two rows of at least two positions, of which sequences are cut.
@@ -257,7 +257,7 @@ class RowMaker:
         return [{n: x.to(device) for n, x in found.items()} for found in (whole, *alone)]
 
     def counted(self, sequence: Inputs) -> Inputs:
-        """Returns the inputs of one sequence as in a row: what is dropped does not count."""
+        """Returns the inputs of one sequence as in a row: dropped labels do not count."""
         found = dict(sequence)
         for name, count in self.dropped.items():
             at = _place(self.inputs[name], self.dim)
@@ -266,7 +266,7 @@ class RowMaker:
         return found
 
     def _at(self, spec: InputSpec) -> int:
-        """Which dim of a sample's tensor is its length."""
+        """Returns the dim of a sample's tensor that is its length."""
         names = [dim.name for dim in spec.dims if dim.name != BATCH]
         return names.index(self.dim)
 
@@ -301,7 +301,7 @@ class RowMaker:
 
 
 def _place(spec: InputSpec, name: str) -> int:
-    """Which dim of an input has a name."""
+    """Returns the position of an input's dim of a name."""
     return next(k for k, dim in enumerate(spec.dims) if dim.name == name)
 
 
@@ -370,7 +370,7 @@ def _fills(
     weight: Weight,
     pad: Mapping[str, int | float] | None,
 ) -> dict[str, int | float]:
-    """What fills up each input: `pad`, labels that do not count, else zeros."""
+    """Returns the filling of each input: `pad`, labels that do not count, else zeros."""
     counted = CountLabels(weight) if isinstance(weight, str) and weight in inputs else weight
     if isinstance(counted, str):
         names = ", ".join(n for n in inputs if n not in made)

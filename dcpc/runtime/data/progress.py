@@ -1,4 +1,4 @@
-"""Where training is: the epoch, the samples of it that are done, and the order they come in."""
+"""The position of training: the epoch, the samples of it that are done, and their order."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Order = Callable[[int], Sequence[int]]
 
 
 class Progress:
-    """Where a loader is.
+    """Position of a loader.
 
     Attributes:
-        epoch: that runs, or that comes next.
+        epoch: epoch that runs, or that comes next.
         index: number of the next step in it.
-        position: the samples that are done.
-        seed: of the order.
-        shuffle: a new order each epoch; else the dataset's.
+        position: samples that are done.
+        seed: seed of the order.
+        shuffle: whether each epoch has a new order; else it has the dataset's.
     """
 
     def __init__(self, samples: int, seed: int, shuffle: bool, order: Order | None = None) -> None:
@@ -74,7 +74,7 @@ class Progress:
         return found
 
     def text(self) -> str:
-        """Returns what all ranks must have alike before an iteration."""
+        """Returns the position that must be equal on all ranks before an iteration, as text."""
         return (
             f"epoch {self.epoch} from place {self.position.start}, step {self.index}, seed "
             f"{self.seed}, {self._samples} samples"

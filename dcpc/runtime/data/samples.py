@@ -39,12 +39,12 @@ class HasDims(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Where a sample of some lengths goes.
+    """Bucket of a sample of some lengths.
 
     Attributes:
-        dims: its lengths.
-        bucket: the smallest bucket that holds it; None: it is longer than all of them.
-        tokens: product of its lengths.
+        dims: lengths of the sample.
+        bucket: smallest bucket that holds it; None: it is longer than all of them.
+        tokens: product of the lengths.
     """
 
     dims: Dims
@@ -163,13 +163,13 @@ class Samples:
         }
 
     def refuse_other(self, ids: Sequence[int], bucket: Bucket, shape: Bucket, longer: bool) -> None:
-        """Refuses samples that are not what rank 0 planned with.
+        """Refuses samples that differ from those that rank 0 planned with.
 
         Args:
-            ids: the samples, loaded.
-            bucket: that rank 0 has them in.
-            shape: to which rank 0 has them padded.
-            longer: whether it may be longer than their own.
+            ids: indices of the samples, loaded.
+            bucket: bucket in which rank 0 has them.
+            shape: shape to which rank 0 has them padded.
+            longer: whether the bucket may be longer than their own.
 
         Raises:
             DataError: their own bucket is another, or they are longer.
@@ -225,14 +225,14 @@ class Samples:
         """Returns an input filled up at its end.
 
         Args:
-            name: of the input.
-            where: whose it is, for an error.
-            x: as it is.
-            shape: as it is to be.
-            pad: what to fill each input with.
+            name: name of the input.
+            where: owner of the input, for an error.
+            x: input to fill up.
+            shape: shape of the result.
+            pad: input name -> value that fills it up.
 
         Raises:
-            DataError: `pad` does not say.
+            DataError: `pad` lacks the input.
         """
         if list(x.shape) == list(shape):
             return x
@@ -283,10 +283,10 @@ class Samples:
         return self._loaded[index]
 
     def _asked(self, what: str, ask: Callable[[], Any]) -> Any:
-        """Returns what the dataset says.
+        """Returns the dataset's answer.
 
         Raises:
-            DataError: it raises. A rank that has no sample is one that all ranks have to know of.
+            DataError: the dataset raises; as a `DcpcError` it reaches all ranks.
         """
         try:
             return ask()
@@ -306,7 +306,7 @@ class Samples:
             ) from error
 
     def _solve(self, index: int, raw: Mapping[str, torch.Tensor]) -> Dims:
-        """Returns the length of every name that makes all tensors' shapes what they are."""
+        """Returns the length of every name, solved from all tensors' shapes."""
         found: dict[str, int] = {}
         for name, spec in self.inputs.items():
             for dim, size in zip(_sample_dims(spec), raw[name].shape, strict=True):
@@ -338,11 +338,11 @@ class Samples:
 
 
 def check_fills(inputs: Mapping[str, InputSpec], fills: Mapping[str, int | float]) -> None:
-    """Refuses what an input's dtype does not have: torch makes another number of it.
+    """Refuses values that an input's dtype cannot hold: torch makes another number of them.
 
     Args:
-        inputs: of the model.
-        fills: input name -> what fills it up.
+        inputs: specs of the model's inputs.
+        fills: input name -> value that fills it up.
 
     Raises:
         DataError: e.g. -100 for uint8, which would be the label 156.
@@ -396,7 +396,7 @@ def _holds(bucket: Bucket, dims: Dims) -> bool:
 
 
 def _expected(dim: DimExpr, size: int) -> str:
-    """Returns what a dim of a sample may be, and what to do, as text."""
+    """Returns the sizes that a dim of a sample may have, and a remedy, as text."""
     if size > 0 and dim.name is not None and dim.divisor == 1 and dim.solve(size) is None:
         return f"expected a size that '{dim}' can have; cut or pad the sample to one"
     return "expected the same lengths in all its inputs, each at least 1; correct the sample"

@@ -47,18 +47,18 @@ class _SettingsFields(BaseModel):
 
 
 class Settings(_SettingsFields):
-    """What a DCP configuration says.
+    """Fields of a DCP configuration.
 
     Attributes:
-        dynamic_sp: each bucket has its own degree; without, `dcpc.compile` has to be told one.
-        dynamic_recompute: recompute as little as fits; without, everything.
-        auto_grad_accumulation: steps mix buckets, with different numbers of micro-batches a rank.
-        min_grad_accumulation_steps: of the rank that has most micro-batches.
-        max_grad_accumulation_steps: of the rank that has most micro-batches.
-        calculate_imbalance: log what each step is predicted to waste.
-        alloc_memory_fraction: share of the device's memory to use.
-        profile_path: not needed: nothing is profiled by running.
-        mode: of the loader, instead of the one that the others say; "auto" is dcpc's own planner.
+        dynamic_sp: whether each bucket has its own degree; without, `dcpc.compile` needs one.
+        dynamic_recompute: whether as little as fits is recomputed; without, everything is.
+        auto_grad_accumulation: whether steps mix buckets; ranks then differ in micro-batches.
+        min_grad_accumulation_steps: minimum micro-batches of the rank that has most.
+        max_grad_accumulation_steps: maximum micro-batches of the rank that has most.
+        calculate_imbalance: whether each step's predicted waste is logged.
+        alloc_memory_fraction: fraction of the device's memory to use.
+        profile_path: path that is not needed: nothing is profiled by running.
+        mode: mode of the loader, in place of the one by the other fields; "auto": dcpc's planner.
     """
 
     def __init__(self, **fields: Any) -> None:
@@ -78,7 +78,7 @@ class Settings(_SettingsFields):
     def from_yaml(cls, file: str | Path) -> Self:
         """Returns the settings in a YAML file.
 
-        Warns of a profile_path, which is not read, and of what has no effect.
+        Warns of a profile_path, which is not read, and of fields without effect.
 
         Raises:
             DataError: the file is no mapping, or a key or value is wrong; with its line.

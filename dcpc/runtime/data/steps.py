@@ -18,8 +18,8 @@ def pinned(inputs: Mapping[str, torch.Tensor], device: torch.device) -> dict[str
     The loader's thread asks for it: a copy into such memory takes it time, and the step none.
 
     Args:
-        inputs: on the CPU.
-        device: where they will be.
+        inputs: input name -> tensor on the CPU.
+        device: device that they will be copied to.
 
     Raises:
         DataError: the host does not give such memory.
@@ -41,19 +41,19 @@ def pinned(inputs: Mapping[str, torch.Tensor], device: torch.device) -> dict[str
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What this rank runs at once.
+    """Samples that this rank runs at once.
 
     Attributes:
         bucket: shape of the samples.
         sp: number of ranks that get this same micro-batch.
-        inputs: the model's arguments, on the CPU; pinned where the model is on a GPU.
-        weight: how much it counts in the step's loss.
-        samples: indices in the dataset; packed: of all rows, one row after the other.
-        ranks: the ranks that get it, consecutive.
+        inputs: arguments of the model, on the CPU; pinned where the model is on a GPU.
+        weight: weight in the step's loss.
+        samples: indices in the dataset; packed: those of all rows, one row after the other.
+        ranks: ranks that get it, consecutive.
         micro_batch: samples of the row of the plan table that it runs.
         menu_step: steps of recompute that the row takes.
-        number: its place in the step's global order.
-        rows: packed: the samples of each row of `inputs`, in the order of the row.
+        number: position in the step's global order.
+        rows: for packed ones: the samples of each row of `inputs`, in the order of the row.
     """
 
     bucket: Bucket
@@ -68,11 +68,11 @@ class MicroBatch:
     rows: tuple[tuple[int, ...], ...] = ()
 
     def inputs_on(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Returns the inputs on a device; on a GPU they arrive before what is asked for next.
+        """Returns the inputs on a device; on a GPU later work waits for their copies.
 
-        Nobody waits for the copy. Pinned memory is not used again before it has ended, though this
-        step may be gone by then: torch's allocator of such memory has an event of each copy's
-        stream.
+        The host does not wait for the copy. Pinned memory is not used again before it has ended,
+        though this step may be gone by then: torch's allocator of such memory has an event of each
+        copy's stream.
         """
         return {name: x.to(device, non_blocking=True) for name, x in self.inputs.items()}
 
@@ -84,17 +84,17 @@ class Step:
     Attributes:
         epoch: number of the epoch, from 0.
         index: number of the step in its epoch, from 0.
-        plan: what every rank does.
-        micro_batches: what this rank does, in order.
+        plan: plan of all ranks.
+        micro_batches: micro-batches of this rank, in order.
         total_weight: sum of all ranks' weights; None: `train_step` sums them up.
         tokens: tokens of all ranks' samples, padding left out.
         samples: number of all ranks' samples.
-        plan_s: seconds that forming and planning the batch took, on the rank that did.
-        rows: packed: the samples of each row of the step; a micro-batch has `rows` of its own.
-        problem: why this rank has no micro-batches, such as a sample that is wrong: `train_step`
+        plan_s: seconds of forming and planning the batch, on the rank that plans.
+        rows: for packed steps: the samples of each row; a micro-batch has `rows` of its own.
+        problem: reason why this rank has no micro-batches, such as a wrong sample: `train_step`
             raises it on every rank.
-        again: plans the same samples again with the table of the moment, and loads what this rank
-            then runs; all ranks get the same plan. None: the step is not a loader's.
+        again: function that plans the same samples with the table of the moment, and loads this
+            rank's; all ranks get the same plan. None: the step is not a loader's.
     """
 
     epoch: int

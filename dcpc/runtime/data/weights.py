@@ -1,7 +1,7 @@
-"""How much a micro-batch counts in the gradient of the global batch.
+"""The weight of a micro-batch in the gradient of the global batch.
 
 A step's loss is `sum(weight * loss) / sum(weight)` over its micro-batches. It is the loss of the
-whole batch on one device if `weight` is what the model's own mean divides by: samples, or labels
+whole batch on one device if `weight` is the divisor of the model's own mean: samples, or labels
 that count.
 """
 
@@ -85,7 +85,7 @@ def weight_function(
 
 
 def weighed(weigh: Callable[[Inputs], float], inputs: Inputs, ids: tuple[int, ...]) -> float:
-    """Returns what a function says that a micro-batch weighs, as a float.
+    """Returns the weight that a function gives a micro-batch, as a float.
 
     Raises:
         DataError: it raises, or its result is no number, negative or not finite.

@@ -1,4 +1,4 @@
-"""Which samples form the next global batch: the epoch's order, seen through a bounded window.
+"""Chooses the samples of the next global batch: the epoch's order through a bounded window.
 
 The first sample not trained yet is always in the next batch. Where the next one in order does not
 fit into it (too many tokens, or another bucket where a batch has one), it is left behind, and the
@@ -18,7 +18,7 @@ from dcpc.runtime.data.samples import Fit
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far an epoch is.
+    """Position in an epoch.
 
     Attributes:
         start: all places of the order before this one are done.
@@ -34,11 +34,11 @@ class Batch:
     """A global batch.
 
     Attributes:
-        samples: index in the dataset and bucket of each, in order.
-        tokens: of all of them.
-        skipped: samples longer than every bucket that were passed by.
-        before: where the epoch was.
-        after: where it is once they are trained.
+        samples: index in the dataset and bucket of each sample, in order.
+        tokens: tokens of all samples.
+        skipped: samples longer than every bucket, left out.
+        before: position in the epoch before them.
+        after: position in the epoch once they are trained.
     """
 
     samples: tuple[tuple[int, Bucket], ...]
@@ -62,11 +62,11 @@ def take(
     Args:
         order: index in the dataset of each place.
         fit: bucket and tokens of a sample.
-        position: where the epoch is.
-        tokens: most of a batch; a longer single sample is a batch of its own.
-        window: see the module; 0: stop at the first sample that does not fit.
-        one_bucket: only samples of the first one's bucket.
-        by_samples: `tokens` is a number of samples instead.
+        position: position in the epoch.
+        tokens: maximum tokens of a batch; a longer single sample is a batch of its own.
+        window: places by which the order may differ; 0: stop at the first sample that does not fit.
+        one_bucket: whether to take samples of the first one's bucket alone.
+        by_samples: whether `tokens` is a number of samples.
     """
     done = set(position.ahead)
     samples: list[tuple[int, Bucket]] = []

@@ -51,13 +51,13 @@ def agree(groups: Groups, sp: int, what: str, value: str, problem: DcpcError | N
     Args:
         groups: the process groups.
         sp: degree of the block whose ranks compare; 1: nothing to do.
-        what: name of the thing compared, for the error; part of what is compared.
-        value: its text; parts of it with `PART` between them are compared one by one in the error.
-        problem: of this rank, because of which it cannot go on.
+        what: name of the thing compared, for the error; part of the text compared.
+        value: text of the thing; its parts between `PART` are compared one by one in the error.
+        problem: error of this rank because of which it cannot go on.
 
     Raises:
-        DcpcError: on every rank of the block, of the class and with the text of the first rank's
-            problem, where one has any.
+        DcpcError: the first rank's problem, where one has any, with its class and text, on every
+            rank of the block.
         GroupError: on every rank of the block, naming which ranks had which value, or which ranks
             did not arrive.
     """
@@ -105,11 +105,11 @@ def largest(groups: Groups, sp: int, number: int) -> int:
 
 
 def from_first(groups: Groups, text: str) -> str:
-    """Returns the text that the first rank gives; collective over all ranks.
+    """Returns the first rank's text; collective over all ranks.
 
     Args:
         groups: the process groups.
-        text: of the first rank; those of others do not count.
+        text: text of this rank; only the first rank's is read.
     """
     pg = groups.control(groups.world)
     if pg is None:
@@ -125,7 +125,7 @@ def from_first(groups: Groups, text: str) -> str:
 
 
 class _Trouble:
-    """What the ranks of one block tell each other over the store when a check fails."""
+    """Messages of a block's ranks over the store when a check fails."""
 
     def __init__(self, groups: Groups, sp: int, pg: dist.ProcessGroup, check: int) -> None:
         self.ranks = [groups.global_ranks[r] for r in groups.ranks(sp)]

@@ -32,10 +32,10 @@ def fresh_store(store: Store, rank: int, world: int, timeout_s: float) -> Prefix
     """Returns a store in which no earlier attempt has written anything.
 
     Args:
-        store: of all attempts.
-        rank: this one.
-        world: how many there are.
-        timeout_s: how long a rank waits for the others.
+        store: store of all attempts.
+        rank: number of this rank.
+        world: number of ranks.
+        timeout_s: seconds that a rank waits for the others.
 
     Raises:
         RuntimeError: some did not arrive.

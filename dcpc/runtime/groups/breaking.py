@@ -1,4 +1,4 @@
-"""Ends what a rank waits for in its process groups, once the others will not come.
+"""Ends a rank's waits in its process groups, once the others will not come.
 
 gloo    closes this rank's connections: whoever waits in one raises
 nccl    aborts the communicator: its kernels end, and what they wrote is of no use
@@ -35,7 +35,7 @@ def break_connections(pg: dist.ProcessGroup) -> None:
 
 
 def aborts_of(groups: Sequence[dist.ProcessGroup]) -> list[Callable[[], None]]:
-    """Returns what aborts each group's communicator on the GPU; of groups over gloo alone nothing.
+    """Returns a function for each group that aborts its communicator on the GPU; none for gloo.
 
     Warns:
         UserWarning: a backend has none.

@@ -44,12 +44,12 @@ class Groups:
     Attributes:
         world: number of ranks.
         rank: this rank, from 0 to `world - 1`.
-        device: where this rank computes.
-        timeout_s: how long a rank waits for a peer.
-        global_ranks: number in the default group of each rank.
+        device: device of this rank.
+        timeout_s: seconds that a rank waits for a peer.
+        global_ranks: for each rank: its number in the default group.
         whole: whether these are all ranks of the default group. If not, only aligned blocks can be
             groups: ranks elsewhere do not take part in naming new ones.
-        watch: tells who is lost.
+        watch: watch that reports lost ranks.
     """
 
     world: int = 1
@@ -78,7 +78,7 @@ class Groups:
     watch: Watch = field(default_factory=Watch, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Lets the watch end what waits in these groups."""
+        """Lets the watch end waits in these groups."""
         self.watch.follow(self)
 
     @classmethod
@@ -98,10 +98,10 @@ class Groups:
         becomes this process's current one.
 
         Args:
-            group: the ranks to use; None: all of them. Collective: each of its ranks calls this.
-            device: where this rank computes; None: its CUDA device if it has one, else the CPU.
-            timeout_s: how long a rank waits for a peer that lives before that is an error.
-            silence_s: how long a rank may be without a sign of life before it is lost.
+            group: ranks to use; None: all of them. Collective: each of its ranks calls this.
+            device: device of this rank; None: its CUDA device if it has one, else the CPU.
+            timeout_s: seconds that a rank waits for a living peer before it is an error.
+            silence_s: seconds without a sign of life after which a rank is lost.
 
         Raises:
             GroupError: this rank is not in `group`, a rank of it did not call this in time, or the
@@ -224,7 +224,7 @@ class Groups:
         Collective over all ranks.
 
         Args:
-            what: it is for, as torch's logs name it.
+            what: purpose of the group, as torch's logs name it.
         """
         if self.control(self.world) is None:
             return None
@@ -240,10 +240,10 @@ class Groups:
         Collective over all ranks.
 
         Args:
-            members: their places among all ranks.
-            desc: what it is for.
+            members: numbers of its ranks among all ranks.
+            desc: purpose of the group.
             connected: whether its collectives are made ready.
-            backend: default: that of all ranks.
+            backend: name of the backend; default: that of all ranks.
         """
         key = desc, tuple(members)
         if key not in self._shared:
@@ -325,7 +325,7 @@ class Groups:
         """Destroys the groups that `prepare` made, except those used last; alike on every rank.
 
         Args:
-            but: how many to keep, over all ranks.
+            but: number of groups to keep, over all ranks.
         """
         while len(self._ranges) > but:
             oldest = self._ranges.pop(next(iter(self._ranges)))

@@ -1,4 +1,4 @@
-"""Which ranks' processes on this host have ended: the kernel tells at once.
+"""Finds ended processes of ranks on this host: the kernel tells at once.
 
 A process is known by a handle (pidfd) that becomes readable when it ends, however it ends, also
 while nobody has collected its exit code. A number alone may be that of another process by then.
@@ -31,7 +31,7 @@ class Processes:
         """Opens a handle of each; the processes live.
 
         Args:
-            places: rank -> what `place_of_process` has returned there.
+            places: rank -> result of `place_of_process` there.
         """
         own = place_of_process()
         self._handles: dict[int, int] = {}  # handle -> rank
@@ -57,7 +57,7 @@ class Processes:
         """Returns the ranks whose process has ended.
 
         Args:
-            wait_s: how long to wait for another to end, or for `wake`.
+            wait_s: seconds to wait for another to end, or for `wake`.
         """
         for handle, _ in self._poll.poll(1000 * wait_s):
             if handle == self._wake:

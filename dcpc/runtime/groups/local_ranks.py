@@ -68,14 +68,14 @@ def run_ranks(
     """Returns `fn(rank, *args)` of every rank, in rank order.
 
     Args:
-        fn: a function at module level; arguments and result are pickled.
+        fn: function at module level; arguments and result are pickled.
         world: number of ranks.
-        args: passed on to `fn`.
-        timeout_s: ranks that have not ended by then are killed, and that is a failure.
-        init: initialise the gloo default group; else only torchrun's environment is set.
-        fork: make the ranks copies of this process, with all that it has computed; `fn` and `args`
-            need not be pickled. Only before this process has threads at work (a process group,
-            several threads of torch).
+        args: arguments of `fn` after the rank.
+        timeout_s: seconds after which ranks are killed; that is a failure.
+        init: whether to initialise the gloo default group; else only torchrun's environment is set.
+        fork: whether ranks are copies of this process, with all that it has computed; `fn` and
+            `args` need not be pickled. Only before this process has threads at work (a process
+            group, several threads of torch).
         may_die: ranks that may end without a result (`os._exit` in `fn`); theirs is None.
 
     Raises:

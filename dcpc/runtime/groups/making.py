@@ -29,14 +29,14 @@ def watched(
     silence_s: float,
     has: bool = False,
 ) -> tuple[Watch, bool]:
-    """Returns who watches the ranks of a group, once all are here; whether all have groups of it.
+    """Returns the watch of a group's ranks, once all are here, and whether all have groups of it.
 
     Args:
         parent: the group.
-        ranks: number in the default group of each.
-        rank: this one's place among them.
-        timeout_s: how long a rank waits for another.
-        silence_s: how long a rank may be without a sign of life.
+        ranks: for each rank: its number in the default group.
+        rank: number of this rank among them.
+        timeout_s: seconds that a rank waits for another.
+        silence_s: seconds without a sign of life after which a rank is lost.
         has: whether this rank has groups that it may go on with.
     """
     known, watch = _watches.get(parent.group_name, (None, Watch(ranks, rank)))
@@ -59,7 +59,7 @@ def _await_all(
     watch: Watch,
     has: bool,
 ) -> bool:
-    """Returns whether all ranks have what this one has, once every rank is here.
+    """Waits for every rank; returns whether `has` is true on all of them.
 
     So making groups cannot hang on an absent one.
     """
@@ -94,11 +94,11 @@ class GroupMaker:
     """Makes process groups; every rank asks for the same ones, in the same order.
 
     Attributes:
-        ranks: number in the default group of each.
-        rank: this one's place among them.
+        ranks: for each rank: its number in the default group.
+        rank: number of this rank among them.
         whole: whether they are all ranks of the default group.
-        device: where they compute.
-        timeout_s: how long a rank waits for another.
+        device: device of the ranks.
+        timeout_s: seconds that a rank waits for another.
     """
 
     ranks: tuple[int, ...]
@@ -108,12 +108,12 @@ class GroupMaker:
     timeout_s: float
 
     def block(self, degree: int, backend: str | None = None, what: str = "") -> dist.ProcessGroup:
-        """Returns this rank's of the groups of so many ranks each; collective over all.
+        """Returns this rank's group where so many ranks form each; collective over all.
 
         Args:
             degree: ranks of a group.
-            backend: None: that of the default group.
-            what: it is for, as torch's logs name it.
+            backend: name of the backend; None: that of the default group.
+            what: purpose of the group, as torch's logs name it.
         """
         blocks = [self.ranks[i : i + degree] for i in range(0, len(self.ranks), degree)]
         desc = f"dcpc {what or backend or 'data'} degree {degree}"
@@ -125,10 +125,10 @@ class GroupMaker:
         """Returns this rank's of several groups, which have no rank in common; collective over all.
 
         Args:
-            every: their ranks in the default group.
+            every: ranks of each group, as numbers in the default group.
             own: number of this rank's.
             desc: name of all of them.
-            backend: None: that of the default group.
+            backend: name of the backend; None: that of the default group.
         """
         timeout, lists = timedelta(seconds=self.timeout_s), [list(ranks) for ranks in every]
         if self.whole:
@@ -156,10 +156,10 @@ class GroupMaker:
         """Returns the data group of some ranks, None on others; collective over all.
 
         Args:
-            members: their places among all ranks.
-            desc: its name.
+            members: numbers of its ranks among all ranks.
+            desc: name of the group.
             connected: whether its collectives are made ready.
-            backend: default: that of all ranks.
+            backend: name of the backend; default: that of all ranks.
         """
         pg = dist.new_group(
             [self.ranks[r] for r in members],

@@ -4,8 +4,8 @@
     {seq}/read   how many ranks have read it; the last one deletes both
 
 So the store holds as many messages as steps are planned ahead. A message is a few bytes a sample,
-and each rank reads it once. What goes wrong on rank 0 is a message as well; a rank that hears
-nothing within the time limit says so by name.
+and each rank reads it once. An error on rank 0 is a message as well; a rank that hears nothing
+within the time limit raises an error that names rank 0.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class Relay:
     """The messages of one iteration, in order.
 
     Attributes:
-        timeout_s: how long a rank waits for one.
+        timeout_s: seconds that a rank waits for a message.
     """
 
     def __init__(self, groups: Groups, name: str, timeout_s: float) -> None:
-        """Opens a connection of its own: a rank that waits must not hold up the others' business.
+        """Opens a connection of its own, so that a waiting rank does not hold up the others.
 
         Args:
-            groups: of several ranks.
-            name: the same on every rank, used once.
-            timeout_s: how long a rank waits for a message.
+            groups: groups of several ranks.
+            name: name of the relay, the same on every rank, used once.
+            timeout_s: seconds that a rank waits for a message.
         """
         pg = groups.control(groups.world)
         assert pg is not None, "a rank alone relays nothing"
@@ -64,7 +64,7 @@ class Relay:
         self.timeout_s = timeout_s
 
     def send(self, messages: Iterator[tuple[Message, Any]]) -> Iterator[Any]:
-        """Sends each message and yields what comes with it; an error is sent, then raised."""
+        """Sends each message and yields the value beside it; an error is sent, then raised."""
         while True:
             try:
                 found = next(messages, None)
@@ -81,8 +81,8 @@ class Relay:
         """Yields rank 0's messages.
 
         Raises:
-            DcpcError: of the class of rank 0's error, with its text.
-            PlanError: rank 0 sent nothing in time, or what came is damaged, or the store is gone.
+            DcpcError: rank 0 had an error; its class and text.
+            PlanError: rank 0 sent nothing in time, its message is damaged, or the store is gone.
             GroupError: a rank is lost.
             ClosedError: `close` was called while waiting.
         """

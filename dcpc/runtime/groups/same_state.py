@@ -3,7 +3,7 @@
 At compile all are compared, and where they differ every rank gets rank 0's, with a warning, as
 DistributedDataParallel does. After that a step compares a share of them, another one each time, so
 that all have had their turn after `SHARE` to twice as many steps; after `load_state_dict` it
-compares all. What differs then is an error: the ranks have trained apart, and their optimizers too.
+compares all. A difference is then an error: the ranks have trained apart, and their optimizers too.
 
 Compared are checksums, integers of all bytes and their order: equal bits are equal checksums, and
 one bit that differs is always another checksum.
@@ -74,7 +74,7 @@ def share_state(tensors: Mapping[str, Tensor], groups: Groups) -> list[str]:
     Collective over all ranks.
 
     Args:
-        tensors: name -> tensor, those of one memory once; written to.
+        tensors: name -> tensor, tensors of one memory once; written to.
         groups: the process groups.
 
     Raises:
@@ -98,7 +98,7 @@ def refuse_different(tensors: Mapping[str, Tensor], groups: Groups) -> None:
     """Raises unless all ranks have the same tensors; collective over all ranks.
 
     Args:
-        tensors: as for `share_state`.
+        tensors: name -> tensor, as for `share_state`.
         groups: the process groups.
 
     Raises:
@@ -120,7 +120,7 @@ def differing(tensors: Mapping[str, Tensor], groups: Groups) -> list[str]:
     Collective over all ranks.
 
     Args:
-        tensors: as for `share_state`.
+        tensors: name -> tensor, as for `share_state`.
         groups: the process groups.
 
     Raises:
@@ -143,12 +143,12 @@ def differing(tensors: Mapping[str, Tensor], groups: Groups) -> list[str]:
 
 
 def share_of(tensors: Mapping[str, Tensor], start: int, share: int = SHARE) -> tuple[str, int]:
-    """Returns checksums of some tensors as text, and the place of the first that comes after them.
+    """Returns checksums of some tensors as text, and the position of the tensor after them.
 
     Args:
-        tensors: as for `share_state`.
-        start: place of the first.
-        share: together they have at least one byte in so many.
+        tensors: name -> tensor, as for `share_state`.
+        start: position of the first.
+        share: divisor of all bytes: the tensors have at least one byte in so many.
     """
     dense = [(n, t) for n, t in tensors.items() if t.layout is torch.strided]
     wanted_bytes = sum(t.nbytes for _, t in dense) / share

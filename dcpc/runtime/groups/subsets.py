@@ -1,4 +1,4 @@
-"""The process groups of some of the ranks, for what is written for all of them."""
+"""The process groups of some of the ranks, for code that is written for all of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def subset(groups: Groups, members: Sequence[int], what: str) -> Groups | None:
     Collective over all ranks.
 
     Args:
-        groups: of all ranks.
-        members: places of some of them, ascending.
+        groups: groups of all ranks.
+        members: numbers of some of them, ascending.
         what: name of the new groups.
     """
     if len(members) == 1:

@@ -1,4 +1,4 @@
-"""Who is lost, and why: every rank's thread tells it, and ends the waits of those that live.
+"""Reports lost ranks, and why: a thread of every rank tells the others and ends their waits.
 
     a rank that fails       tells its error over the store; the others' waits end
     a rank whose process    on this host: the kernel tells at once (life.py)
@@ -10,9 +10,9 @@
     news/{rank}   what became of it: one `News`         news          how many were written
 
 Each rank looks at the heartbeat of the next one that lives, and at all processes of its host. The
-first news that is nobody else's consequence is the cause, and all raise an error that names it. A
-rank that waits within gloo is woken: its thread breaks its own connections. One that waits for a
-GPU is, too: its communicators are aborted, and what it computed with them is given up.
+first news that is not a consequence of another is the cause, and all raise an error that names it.
+A rank that waits within gloo is woken: its thread breaks its own connections. One that waits for a
+GPU is, too: its communicators are aborted, and their results are lost.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ FAILED, ENDED, LOST = "failed", "ended", "lost"
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What became of a rank.
+    """The end or failure of a rank.
 
     Attributes:
-        rank: which one, as launchers number it.
-        kind: it `FAILED` in a section and may go on; its process has `ENDED` by itself; or it is
-            `LOST` without a word.
-        text: why.
+        rank: number of the rank, as launchers count.
+        kind: `FAILED` in a section, and may go on; `ENDED`: its process, by itself; or `LOST`
+            without a word.
+        text: reason, in words.
         error: class of its error; "": it has ended without one.
         section: number of the section in which it failed.
-        order: of all news.
+        order: number in the order of all news.
         follows: whether another rank was the cause.
     """
 
@@ -82,7 +82,7 @@ class News:
 
 
 class Connected(Protocol):
-    """What has connections to other ranks."""
+    """An object with connections to other ranks."""
 
     def every(self) -> Iterable[dist.ProcessGroup]:
         """Returns all of its process groups."""
@@ -92,15 +92,15 @@ class Watch:
     """Watches the ranks of one process group for each other.
 
     Attributes:
-        silence_s: how long a rank may be without a sign of life.
+        silence_s: seconds without a sign of life after which a rank is lost.
     """
 
     def __init__(self, ranks: Sequence[int] = (0,), rank: int = 0) -> None:
         """Watches nobody before `start`; a rank alone never does.
 
         Args:
-            ranks: number of each in the default group.
-            rank: this one's place among them.
+            ranks: for each rank: its number in the default group.
+            rank: number of this rank among them.
         """
         self.silence_s = SILENCE_S
         self._ranks = tuple(ranks)
@@ -122,10 +122,10 @@ class Watch:
     # --------------------------------------------------------------------------- begin and end
 
     def start(self, store: Store) -> None:
-        """Begins to watch; collective over all ranks, which are there.
+        """Begins to watch; collective over all ranks.
 
         Args:
-            store: of the group.
+            store: store of the group.
         """
         own = store.clone()  # type: ignore[attr-defined]
         with contextlib.suppress(RuntimeError, NotImplementedError):
@@ -181,7 +181,7 @@ class Watch:
         raised as that rank's.
 
         Args:
-            what: it is, for the error.
+            what: name of the section, for the error.
 
         Raises:
             DcpcError: another rank failed, ended or is lost.
@@ -229,8 +229,8 @@ class Watch:
         """Tells the others that this rank failed.
 
         Args:
-            error: its own.
-            what: it was in.
+            error: error of this rank.
+            what: name of the section it was in.
             ahead: whether before the next section, in which the others will miss it.
         """
         if self._store is None or self._follows(error):
@@ -245,7 +245,7 @@ class Watch:
         """Tells the others that this process ends.
 
         Args:
-            error: that nobody caught; None: it ends as it should.
+            error: uncaught error; None: it ends as it should.
         """
         known = self._news.get(self._me)
         if (
@@ -294,7 +294,7 @@ class Watch:
         """Returns the error that this rank raises because of another; None: there is none.
 
         Args:
-            grace_s: how old the news is at least; None: by its kind.
+            grace_s: minimum age of the news in seconds; None: by its kind.
         """
         now = time.monotonic()
         found = []

@@ -27,9 +27,9 @@ class _Way:
     """A number of micro-batches for the samples of a shape.
 
     Attributes:
-        longest_s: seconds of the largest of them.
-        total_s: of all of them.
-        count: how many.
+        longest_s: seconds of the largest micro-batch.
+        total_s: seconds of all micro-batches.
+        count: number of micro-batches.
     """
 
     longest_s: float
@@ -47,11 +47,11 @@ def split_apart(
     """Returns micro-batches of one length each, shortest first.
 
     Args:
-        lengths: by sample, in any order.
-        cost: of a micro-batch; one fits if its bytes are at most 1.
-        weight: of the longest micro-batch, as `stages` of `dcpc.microbatch`.
+        lengths: length of each sample, in any order.
+        cost: cost of a micro-batch; one fits if its bytes are at most 1.
+        weight: weight of the longest micro-batch, as `stages` of `dcpc.microbatch`.
         replicas: pipelines that share the micro-batches.
-        most: length -> samples of a micro-batch; of those left out any number.
+        most: length -> maximum samples of a micro-batch; lengths left out have no maximum.
 
     Raises:
         PlanError: a sample does not fit alone.

@@ -2,8 +2,8 @@
 
 It follows the list of actions and nothing else. The receive of an action is posted when the action
 before it begins, with the shape that the stage knows from the plan's sizes; sends never wait. A
-sent tensor is let go once a message proves that the neighbour has taken it: what the neighbour made
-at place p of its order it made after all that it took before p.
+sent tensor is let go once a message proves that the neighbour has received it: the message of the
+action at place p of its order comes after all that it received before p.
 
 This is not torch.distributed.pipelining's runtime: that holds a stage's autograd graphs itself, has
 float activations only, expects a gradient for each, and prepares its lists at construction. With
@@ -39,12 +39,12 @@ AHEAD = 1  # receives posted before the action that takes them begins
 
 @runtime_checkable
 class SplitStage(Protocol):
-    """A stage whose weight gradients may come later than what the stage before waits for."""
+    """A stage whose weight gradients may run after its input gradients are sent."""
 
     def backward_input(
         self, saved: Any, grads: tuple[Tensor | None, ...]
     ) -> tuple[tuple[Tensor | None, ...], Any]:
-        """Returns the gradients of what it received, and what `backward_weight` needs."""
+        """Returns the gradients of the stage's inputs, and the values for `backward_weight`."""
 
     def backward_weight(self, rest: Any) -> None:
         """Adds to `.grad` of the stage's parameters."""
@@ -52,13 +52,13 @@ class SplitStage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PipelineBatch:
-    """A micro-batch as this rank runs it.
+    """A micro-batch on this rank.
 
     Attributes:
-        inputs: of the model, by name: at least those that this stage reads.
+        inputs: input name of the model -> tensor: at least those that this stage reads.
         sizes: length of every dim, batch included.
-        weight: its part of the step's loss.
-        seed: of its random numbers, the same in all stages.
+        weight: weight in the step's loss.
+        seed: seed of its random numbers, the same in all stages.
     """
 
     inputs: Mapping[str, Tensor]
@@ -86,12 +86,12 @@ def run_schedule(
 
     Args:
         settings: this rank's stage for each setting of recompute that the schedule names.
-        batches: the micro-batches of this pipeline.
-        schedule: of all its stages.
-        grid: where this rank is.
-        mark: called before and after what each action of this stage computes.
-        returned: called on the last stage with the place of each micro-batch and what its forward
-            returns, the loss first, detached.
+        batches: micro-batches of this pipeline.
+        schedule: schedule of all its stages.
+        grid: position of this rank.
+        mark: function called before and after each action's computation on this stage.
+        returned: function called on the last stage with the number of each micro-batch and its
+            outputs, the loss first, detached.
 
     Returns:
         The sum of weight * loss, float64, on the last stage; None elsewhere.
@@ -113,7 +113,7 @@ def _stages_of(
     schedule: PipelineSchedule,
     grid: PipelineGrid,
 ) -> list[Stage]:
-    """Returns what runs each micro-batch on this rank.
+    """Returns this rank's stage for each micro-batch.
 
     Raises:
         PlanError: it cannot run the schedule.
@@ -136,7 +136,7 @@ def _stages_of(
 
 
 class _StageRun:
-    """What is under way on this rank."""
+    """The running schedule on this rank."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class _StageRun:
         return None
 
     def _shapes(self, action: Action) -> tuple[Shaped, ...]:
-        """Returns what an action receives: activations, or gradients of what was sent."""
+        """Returns the shapes of an action's message: activations, or gradients of those sent."""
         stage, sizes = self.stages[action.micro_batch], self.batches[action.micro_batch].sizes
         return stage.received(sizes) if action.kind == FORWARD else stage.sent(sizes)
 
@@ -238,7 +238,7 @@ class _StageRun:
         self.posted[action] = ([w for w in works if w is not None], into)
 
     def _take(self, action: Action) -> tuple[Tensor | None, ...]:
-        """Returns what an action receives, once it is there."""
+        """Returns the tensors of an action's message, once it has arrived."""
         need = waits_for(action, self.grid.stage, self.grid.stages)
         if need is None:
             return ()

@@ -1,4 +1,4 @@
-"""A batch through all stages of a pipeline without gradients, for what forward returns."""
+"""Runs a batch through all stages of a pipeline without gradients; returns forward's outputs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def returned_by(
     grid: PipelineGrid,
     made: Sequence[Shaped],
 ) -> tuple[Tensor, ...]:
-    """Returns what forward returns for a batch; the same call on all ranks of this pipeline.
+    """Returns the outputs of a batch; the same call on all ranks of this pipeline.
 
     Args:
-        stage: this rank's.
-        inputs: of the model, by name, on this rank's device.
+        stage: stage of this rank.
+        inputs: input name of the model -> tensor on this rank's device.
         sizes: length of every dim, batch included.
-        seed: of the random numbers.
-        grid: where this rank is.
-        made: shape and dtype of each tensor, the loss first.
+        seed: seed of the random numbers.
+        grid: position of this rank.
+        made: shape and dtype of each output, the loss first.
 
     Raises:
         GroupError: a rank of this pipeline did not arrive in time.
@@ -41,12 +41,12 @@ def returned_by(
 def from_last(
     sent: Sequence[Tensor], made: Sequence[Shaped], grid: PipelineGrid
 ) -> tuple[Tensor, ...]:
-    """Returns what the last stage has, on all ranks of this pipeline, which call it together.
+    """Returns the last stage's tensors on all ranks of this pipeline, which call it together.
 
     Args:
-        sent: tensors of the last stage; of others they do not matter.
-        made: shape and dtype of each.
-        grid: where this rank is.
+        sent: tensors of the last stage; other stages' are not read.
+        made: shape and dtype of each tensor.
+        grid: position of this rank.
 
     Raises:
         GroupError: a rank of this pipeline did not arrive in time.
@@ -71,7 +71,7 @@ def _forward(
     seed: int,
     grid: PipelineGrid,
 ) -> tuple[Tensor, ...]:
-    """Returns what the stage sends, once the next one has taken it."""
+    """Returns the tensors that the stage sends, once the next one has taken them."""
     at, received = grid.stage, list[Tensor]()
     if at > 0:
         for shape, dtype in stage.received(sizes):
@@ -89,7 +89,7 @@ def _forward(
 
 @contextmanager
 def _waiting(grid: PipelineGrid) -> Iterator[None]:
-    """Has what a peer does not answer as an error that names where this rank is."""
+    """Turns a peer's missing answer into an error that names this rank's stage."""
     try:
         yield
     except RuntimeError as e:

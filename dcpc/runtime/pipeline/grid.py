@@ -1,7 +1,7 @@
-"""The ranks of pipelines: the wires between neighbours, who sums what.
+"""The ranks of pipelines: wires between neighbours, and groups that sum gradients.
 
 Between two neighbours of a lane each direction has a process group of its own, so that each is a
-queue (on nccl, too, where a group runs what it is given in order, whatever its direction). A
+queue (on nccl, too, where a group runs its operations in order, whatever their direction). A
 parameter's gradient is summed over the stages that read it (tied parameters have several), all
 their ranks, in all replicas, by one process group for each set of stages.
 """
@@ -23,11 +23,11 @@ from dcpc.runtime.pipeline.layout import PipelineLayout
 
 @dataclass(frozen=True)
 class PipelineGrid:
-    """Where this rank is in the pipelines, and its process groups.
+    """Position of this rank in the pipelines, and its process groups.
 
     Attributes:
-        groups: of all ranks.
-        layout: which rank runs what.
+        groups: groups of all ranks.
+        layout: stages of the ranks.
         readers: parameter -> stages that read it.
     """
 
@@ -44,9 +44,9 @@ class PipelineGrid:
         """Returns the grid; collective over all ranks.
 
         Args:
-            groups: all ranks.
-            layout: which of them runs what; or so many stages of one rank each, in order.
-            parameters: names of those that this rank's stage reads.
+            groups: groups of all ranks.
+            layout: stages of the ranks; or so many stages of one rank each, in order.
+            parameters: names of the parameters that this rank's stage reads.
 
         Raises:
             GroupError: the ranks are no multiple of a pipeline's, or part of a larger job; or the
@@ -103,7 +103,7 @@ class PipelineGrid:
 
     @property
     def replicas(self) -> int:
-        """How many pipelines there are."""
+        """Number of pipelines."""
         return self.groups.world // self.layout.ranks
 
     def every(self) -> list[dist.ProcessGroup]:
@@ -140,7 +140,7 @@ class PipelineGrid:
         without a gradient anywhere stays without, as where no micro-batch of the step reads it.
 
         Args:
-            parameters: by name; those that this rank's stage does not read are left alone.
+            parameters: name and parameter; those that this rank's stage does not read stay alone.
 
         Returns:
             The bytes of gradients that this rank put into sums.
@@ -196,10 +196,10 @@ def _made(
 
 
 def _open(groups: Groups, pg: dist.ProcessGroup, sends: bool) -> None:
-    """Sends one element over a wire, the way that it is for.
+    """Sends one element over a wire, in its direction.
 
     NCCL's first message between two ranks waits for the other's call. A stage posts its receives
-    ahead of its sends, so in a step it would wait for what waits for it. All ranks do this in the
+    ahead of its sends, so in a step two stages would wait for each other. All ranks do this in the
     order of the wires, so none waits in a circle.
 
     Args:

@@ -1,4 +1,4 @@
-"""Which rank runs what of which pipeline: pipelines x stages x the ranks of a stage.
+"""Assigns ranks to pipelines x stages x the ranks of a stage.
 
     8 ranks, 2 stages of 2 ranks     pipeline 0: 0 1 | 2 3     pipeline 1: 4 5 | 6 7
 
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PipelineLayout:
-    """Where the stages of all pipelines run.
+    """Ranks of the stages of all pipelines.
 
     Attributes:
-        order: of each stage its place among the groups of ranks of a pipeline.
+        order: for each stage: its position among a pipeline's groups of ranks.
         sp: ranks that run a stage together.
     """
 
@@ -57,5 +57,5 @@ class PipelineLayout:
         return replica * self.ranks + self.order[stage] * self.sp + lane
 
     def by_rank(self, each: Sequence[float]) -> list[float]:
-        """Returns what ranks of a pipeline have, in their order, of what its stages have."""
+        """Returns the value of each rank of a pipeline, from the values of its stages."""
         return [each[self.stage(rank)] for rank in range(self.ranks)]

@@ -1,9 +1,9 @@
 """Plans a pipeline's step from lengths: the split into micro-batches, and their schedule.
 
-The split is exact for its objective, (stages - 1) * longest + sum (`planner/batch/microbatch.py`),
-which is what a step of 1F1B takes. A better order fills the ramps with short micro-batches, for
-which a smaller weight of the longest one is right. So splits are made for each setting of recompute
-and for two weights, the schedule of each is searched, and the one that ends first is taken.
+The split is exact for its objective, (stages - 1) * longest + sum (`planner/splits/microbatch.py`),
+the seconds of a step of 1F1B. A better order fills the ramps with short micro-batches, for which a
+smaller weight of the longest one is right. So splits are made for each setting of recompute and for
+two weights, the schedule of each is searched, and the one that ends first is taken.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LIMIT = 60000  # simulated actions for the schedule of the best split
 
 
 class PipelineCost(Protocol):
-    """What micro-batches of padded samples cost on the stages of a model."""
+    """Costs of micro-batches of padded samples on the stages of a model."""
 
     @property
     def stages(self) -> int:
@@ -44,20 +44,21 @@ class PipelineCost(Protocol):
 
     @property
     def memory_bytes(self) -> tuple[float, ...]:
-        """Of each stage, for activations."""
+        """Memory of each stage for activations."""
 
     def options(self, stage: int, count: int, longest: int) -> tuple[StageCost, ...]:
-        """Returns what a micro-batch costs on a stage, by setting, the fastest first."""
+        """Returns the costs of a micro-batch on a stage, by setting, the fastest first."""
 
     def hop(self, stage: int, count: int, longest: int) -> Hop:
-        """Returns what it costs from a stage to the next one and back."""
+        """Returns the costs of its messages from a stage to the next one and back."""
 
     def padded(self, setting: int, flight: int) -> PaddedCost:
-        """Returns seconds of the slowest stage; bytes: the most of any stage's memory, as a share.
+        """Returns seconds of the slowest stage; bytes: the fullest stage's fraction of its memory.
 
         Args:
-            setting: of recompute.
-            flight: micro-batches alike at once, but no more than 1F1B has on a stage.
+            setting: setting of recompute.
+            flight: number of equal micro-batches held at once, but no more than 1F1B holds on a
+                stage.
         """
 
 
@@ -67,9 +68,9 @@ class PlannedPipeline:
 
     Attributes:
         batches: positions of the samples, by micro-batch.
-        found: the schedule and its bound, for these micro-batches.
-        work: what it was found for.
-        split_by: the setting and the weight of the longest micro-batch that gave the split.
+        found: schedule and bound for these micro-batches.
+        work: work that it was found for.
+        split_by: setting and weight of the longest micro-batch that gave the split.
     """
 
     batches: Batches
@@ -81,12 +82,12 @@ class PlannedPipeline:
 def work_of(
     lengths: Sequence[int], batches: Sequence[Sequence[int]], cost: PipelineCost
 ) -> PipelineWork:
-    """Returns what micro-batches cost on every stage.
+    """Returns the costs of micro-batches on every stage.
 
     Args:
-        lengths: tokens, by sample.
+        lengths: tokens of each sample.
         batches: positions of the samples, by micro-batch; each is padded to its longest.
-        cost: of the model.
+        cost: costs of the model.
     """
     shapes = [(len(batch), max(lengths[i] for i in batch)) for batch in batches]
     stages = cost.stages
@@ -100,13 +101,13 @@ def work_of(
 def plan_pipeline(
     lengths: Sequence[int], cost: PipelineCost, *, split: bool = False, limit: int = LIMIT
 ) -> PlannedPipeline:
-    """Returns the step of one pipeline that ends first, of those found.
+    """Returns the step of one pipeline that ends first among those found.
 
     Args:
-        lengths: tokens, by sample.
-        cost: of the model.
+        lengths: tokens of each sample.
+        cost: costs of the model.
         split: whether weight gradients may run apart from the rest of a backward.
-        limit: actions that may be simulated for the schedule of the best split.
+        limit: maximum of simulated actions for the schedule of the best split.
 
     Raises:
         PlanError: a sample does not fit alone.
@@ -128,13 +129,12 @@ def plan_replicas(
     Micro-batches are dealt out longest first, each to the pipeline with least to do.
 
     Args:
-        lengths: tokens, by sample.
-        cost: of the model.
-        replicas: pipelines.
-        split: as in `plan_pipeline`.
-        limit: as in `plan_pipeline`, for each.
-        apart: samples of different lengths share no micro-batch: length -> the most samples of one;
-            None: they do.
+        lengths: tokens of each sample.
+        cost: costs of the model.
+        replicas: number of pipelines.
+        split: whether weight gradients may run apart, as in `plan_pipeline`.
+        limit: maximum of simulated actions for each pipeline, as in `plan_pipeline`.
+        apart: length -> maximum samples of a micro-batch, where lengths share none; None: they do.
 
     Raises:
         PlanError: a sample does not fit alone, or there are fewer samples than pipelines.
@@ -171,7 +171,7 @@ def _splits(
     replicas: int,
     apart: Mapping[int, int] | None,
 ) -> dict[Batches, tuple[int, int]]:
-    """Returns different splits and by what each was made.
+    """Returns different splits, each with the setting and the weight that made it.
 
     As many micro-batches as 1F1B has on a stage fit at once; where none does so, one.
 

@@ -1,4 +1,4 @@
-"""What the executor of a pipeline knows of a stage: forward, backward, and shapes in advance."""
+"""Protocols: a stage as the executor of a pipeline sees it, forward, backward and shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StageSetting(Protocol):
     """A stage with one setting of recompute, for micro-batches of any shape."""
 
     def at(self, sizes: Mapping[str, int]) -> Stage:
-        """Returns what runs a micro-batch: the part of the model that is for its shape.
+        """Returns the stage for a micro-batch: the part of the model that is for its shape.
 
         Args:
             sizes: length of every dim of the micro-batch, batch included.
@@ -26,8 +26,9 @@ class StageSetting(Protocol):
 class Stage(Protocol):
     """A part of a model that runs on a rank of its own, for micro-batches of any shape.
 
-    Stage 0 receives nothing. What a stage sends is what the next one receives, in the same order;
-    a value that a later stage needs is relayed by those between. The last stage sends its loss.
+    Stage 0 receives nothing. A stage receives the tensors that the one before sends, in their
+    order; a value that a later stage needs is relayed by those between. The last stage sends its
+    loss.
     """
 
     @property
@@ -48,29 +49,29 @@ class Stage(Protocol):
     def forward(
         self, inputs: Mapping[str, Tensor], received: tuple[Tensor, ...], seed: int = 0
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """Returns what the stage sends, of the last one (loss,), and what its backward needs.
+        """Returns the tensors to send, (loss,) on the last stage, and those that backward reads.
 
         Args:
             inputs: the model's inputs by name: at least those that the stage reads.
-            received: what the stage before it sent, in the order of `received(...)`.
-            seed: of the micro-batch's random numbers, the same in all stages.
+            received: tensors from the stage before, in the order of `received(...)`.
+            seed: seed of the micro-batch's random numbers, the same in all stages.
         """
 
     def backward(self, saved: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Adds to `.grad` of the stage's parameters; returns the gradients of what it received.
+        """Adds to `.grad` of the stage's parameters; returns the gradients of its received tensors.
 
         Args:
-            saved: from `forward`, used once.
-            grads: of each value that the stage sent, None where the value has no gradient; of the
-                last stage the weight of the micro-batch, a scalar.
+            saved: result of `forward`, used once.
+            grads: gradient of each value that the stage sent, None where it has none; on the last
+                stage the weight of the micro-batch, a scalar.
         """
 
     def received(self, sizes: Mapping[str, int]) -> tuple[Shaped, ...]:
-        """Returns shape and dtype of what the stage receives of a micro-batch.
+        """Returns shape and dtype of each tensor that the stage receives for a micro-batch.
 
         Args:
             sizes: length of every dim of the micro-batch, batch included.
         """
 
     def sent(self, sizes: Mapping[str, int]) -> tuple[Shaped, ...]:
-        """Returns shape and dtype of what the stage sends, of the last one its loss's."""
+        """Returns shape and dtype of each tensor to send; on the last stage, of the loss."""

@@ -10,10 +10,10 @@ can share them. So T is at least
     the same with each share x = min t(m)/m / T of a rank's step replaced by f(x), for a
     function f under which no rank's shares add up to more than 1 (a dual feasible function).
 
-The last says what cannot be halved: three samples of 0.6 T do not fit on two ranks. Functions are
-those of S. P. Fekete and J. Schepers, "New classes of fast lower bounds for bin packing problems",
-Mathematical Programming 91 (2001). Ranks of unequal speed count as much as they do; waiting for
-others, in rounds or in a group, only adds to T.
+The last one holds for samples that cannot be halved: three of 0.6 T do not fit on two ranks.
+Functions are those of S. P. Fekete and J. Schepers, "New classes of fast lower bounds for bin
+packing problems", Mathematical Programming 91 (2001). Ranks of unequal speed count as much as they
+do; waiting for others, in rounds or in a group, only adds to T.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class StepBound:
-    """What a step takes at least.
+    """A lower bound of a step's seconds.
 
     Attributes:
-        seconds_s: no plan ends earlier.
+        seconds_s: lower bound of the seconds of any plan.
         work_s: seconds of all ranks if every sample ran at its cheapest degree and none waited.
     """
 
@@ -62,9 +62,9 @@ def step_bound(
     Args:
         keys: number in the table of each sample's bucket; at least one.
         table: rows to choose from.
-        pads: a sample may also run as one of any bucket that holds it.
-        lengths: what each sample is padded to by itself; none: its bucket's lengths.
-        own: what shorter lengths save, where there are any.
+        pads: whether a sample may also run in any other bucket that holds it.
+        lengths: lengths that each sample is padded to by itself; none: its bucket's.
+        own: seconds at shorter lengths, where there are any.
     """
     work = _Work(keys, table, pads, lengths, own)
     least_s = work.least_s()
@@ -74,7 +74,7 @@ def step_bound(
 
 
 class _Work:
-    """The samples of a batch by kind, with what one takes at each degree, [degree, kind].
+    """The samples of a batch by kind, with the seconds of one at each degree, [degree, kind].
 
     Samples of one kind have a bucket and lengths in common.
     """
@@ -109,7 +109,7 @@ class _Work:
         self.work_s = self._area_s(np.inf)
 
     def least_s(self) -> float:
-        """The least T by the first two lines of the module: exact, without the third."""
+        """Returns the least T by the first two lines of the module: exact, without the third."""
         times = np.unique(self._alone[np.isfinite(self._alone)])
         times = times[times >= self._alone.min(axis=0).max()]
         low, high = 0, len(times) - 1
@@ -133,7 +133,7 @@ class _Work:
         return True
 
     def halved(self, low_s: float) -> float:
-        """The largest T found at which `fits` says no, from one at which it does."""
+        """Returns the largest T found at which `fits` says no, from one at which it does."""
         high_s = 2 * low_s
         while not self.fits(high_s):
             low_s, high_s = high_s, 2 * high_s
@@ -150,7 +150,7 @@ class _Work:
 def _curve(
     table: PlanTable, key: int, degree: int, dims: Dims, own: OwnLengths | None, most: int
 ) -> list[tuple[int, float]]:
-    """Samples and seconds of the rows of a degree, ascending: what `PlanTable.run` goes along."""
+    """Returns samples and seconds of a degree's rows, ascending, as `PlanTable.run` uses them."""
     bucket, rows = table.buckets[key], [r for r in table.rows[key] if r.sp == degree]
     if own is None:
         return sorted((r.micro_batch, r.seconds_s) for r in rows)

@@ -40,8 +40,8 @@ def deal(
         samples: sample id and bucket of each sample of the global batch.
         plans: row of each bucket; `sp` divides `world`.
         world: number of ranks.
-        most: micro-batches of a rank, if that can be kept; 0: any number.
-        speeds: of the ranks; none: equal.
+        most: maximum of a rank's micro-batches, if that can be kept; 0: any number.
+        speeds: speed of each rank; none: equal.
 
     Raises:
         PlanError: a bucket has no plan, or its `sp` does not divide `world`.
@@ -69,13 +69,13 @@ def cuts(
     """Yields plans of ever finer micro-batches, the coarsest that fits memory first.
 
     Args:
-        samples: id and bucket of each.
+        samples: id and bucket of each sample.
         plans: row of each bucket.
         world: number of ranks.
-        price: gives the row and the seconds of a micro-batch; None: the bucket's plan, and its
-            seconds in proportion to the samples.
-        pieces: into how many micro-batches a rank's share of the step is cut, in turn.
-        speeds: of the ranks; none: equal.
+        price: function that returns a micro-batch on its row, with its seconds; None: the bucket's
+            plan, and its seconds in proportion to the samples.
+        pieces: numbers of micro-batches to cut a rank's share of the step into, in turn.
+        speeds: speed of each rank; none: equal.
         each: rank-seconds by a row of every sample of a bucket, in order, the longest first; None:
             samples of a bucket cost alike.
     """
@@ -182,7 +182,7 @@ def assign(cut: Sequence[PlannedMicroBatch], world: int, speeds: Speeds = ()) ->
     Args:
         cut: micro-batches without ranks, with their seconds on the fastest rank.
         world: number of ranks.
-        speeds: of the ranks; none: equal.
+        speeds: speed of each rank; none: equal.
     """
     order = sorted(cut, key=lambda mb: (-mb.sp, -mb.seconds_s, mb.bucket.dims, mb.sample_ids))
     if speeds:
@@ -209,7 +209,7 @@ def assign(cut: Sequence[PlannedMicroBatch], world: int, speeds: Speeds = ()) ->
 
 
 def _assigned_by_speed(order: Sequence[PlannedMicroBatch], world: int, speeds: Speeds) -> StepPlan:
-    """Returns what `assign` does for micro-batches in order, on ranks of unequal speed."""
+    """Returns the plan of `assign` for micro-batches in order, on ranks of unequal speed."""
     free_s = [0.0] * world
     placed = []
     for mb in order:

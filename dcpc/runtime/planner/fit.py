@@ -29,10 +29,10 @@ def fitted(plan: StepPlan, table: PlanTable, price: Price, bound_s: float) -> St
     """Returns a plan of the same samples that ends earlier, or the plan where none is found.
 
     Args:
-        plan: to begin with.
+        plan: plan to begin with.
         table: the rows to choose from.
-        price: gives the row and the seconds of a micro-batch.
-        bound_s: no plan ends earlier.
+        price: function that returns a micro-batch on its row, with its seconds.
+        bound_s: lower bound of the seconds of any plan.
     """
     fit, best = _Fit(table, price), plan
     for _ in range(_LINES):
@@ -75,7 +75,7 @@ class _Fit:
     def _place(
         self, options: Options, begins: list[tuple[float, int]], line_s: float
     ) -> tuple[PlannedMicroBatch, tuple[float, int], PlannedMicroBatch | None] | None:
-        """What is placed, where, and what is left of it; None: not as a whole, nor in part."""
+        """Returns the part that is placed, where, and the rest; None: no part fits."""
         pairs = list(zip(options, begins, strict=True))
 
         def end_s(mb: PlannedMicroBatch, at: tuple[float, int]) -> float:
@@ -112,7 +112,7 @@ class _Fit:
     def _earliest(
         self, free_s: npt.NDArray[np.float64], mb: PlannedMicroBatch
     ) -> tuple[float, int]:
-        """When the block of ranks that ends a micro-batch first is free, and its first rank."""
+        """Returns when the block that ends a micro-batch first is free, and its first rank."""
         world, node, sp = self._table.world, self._table.node_ranks, mb.sp
         if world % sp == 0:
             step = sp
@@ -128,7 +128,7 @@ class _Fit:
         return float(begins[at]), at * step
 
     def _slowness(self, sp: int, step: int) -> npt.NDArray[np.float64]:
-        """Of each group of a degree, in the order of their first ranks."""
+        """Returns the slowness of each group of a degree, in the order of their first ranks."""
         if sp not in self._slow:
             firsts = range(0, self._table.world - sp + 1, step)
             self._slow[sp] = np.array([slowness(self._speeds, first, sp) for first in firsts])

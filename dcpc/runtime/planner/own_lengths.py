@@ -28,14 +28,14 @@ SecondsAt = Callable[[Bucket, PlanRow, Sizes, int], float]
 
 @dataclass(slots=True)
 class OwnLengths:
-    """What samples are padded to, and what that saves.
+    """Lengths that samples are padded to, and the seconds at these lengths.
 
     Attributes:
-        runs_at: tells whether a bucket's graphs are right at some lengths.
-        seconds_at: predicts what a row takes for some samples of some lengths; None: as many full
-            ones of the bucket's.
-        least: the shortest lengths that each bucket's graphs are for.
-        multiple: what lengths are multiples of, where the bucket has room.
+        runs_at: function that tells whether a bucket's graphs are right at some lengths.
+        seconds_at: function that predicts a row's seconds for some samples at some lengths; None:
+            those of as many full samples of the bucket.
+        least: function from a bucket to the shortest lengths of its graphs.
+        multiple: divisor of the lengths, as far as the bucket has room.
     """
 
     runs_at: RunsAt
@@ -51,7 +51,7 @@ class OwnLengths:
         """Returns the lengths at which samples of at most these lengths are run.
 
         Args:
-            bucket: of the samples.
+            bucket: bucket of the samples.
             dims: the largest length of each dim.
         """
         key = bucket, dims
@@ -60,7 +60,7 @@ class OwnLengths:
         return self._padded[key]
 
     def _found(self, bucket: Bucket, dims: Sizes) -> Dims:
-        """The least lengths from these on that the graphs are right at; one dim is looked along."""
+        """Returns the least lengths from these on with right graphs; one dim is searched."""
         most, least, step = bucket.shape_key, self.least(bucket), self.multiple
         found = {n: min(size, max(least[n], -(-dims[n] // step) * step)) for n, size in most}
         if len(found) == 1:
@@ -75,10 +75,10 @@ class OwnLengths:
         """Returns the seconds of a micro-batch, on a line between one sample and the row's most.
 
         Args:
-            bucket: whose row it is.
-            row: that the micro-batch runs.
-            dims: what its samples are padded to.
-            count: of samples, up to the row's.
+            bucket: bucket of the row.
+            row: row that the micro-batch runs.
+            dims: lengths that its samples are padded to.
+            count: number of samples, up to the row's.
         """
         full_s = row.seconds_s * self._share(bucket, row, dims, row.micro_batch)
         if count == row.micro_batch:
@@ -90,10 +90,10 @@ class OwnLengths:
         """Returns the seconds of sequences of one length, of a bucket of one named dim.
 
         Args:
-            bucket: whose row it is.
-            row: by which they are run: it may have fewer sequences, of as many tokens in all.
-            length: of each sequence.
-            count: of sequences.
+            bucket: bucket of the row.
+            row: row that runs them: it may have fewer sequences, of as many tokens in all.
+            length: tokens of each sequence.
+            count: number of sequences.
         """
         ((name, most),) = bucket.shape_key
         if self.seconds_at is None:
@@ -108,10 +108,10 @@ class OwnLengths:
         One sample, as many as each row takes, and as many as there are.
 
         Args:
-            bucket: whose rows they are.
-            rows: of one degree.
-            dims: what the samples are padded to.
-            most: samples that there are.
+            bucket: bucket of the rows.
+            rows: rows of one degree.
+            dims: lengths that the samples are padded to.
+            most: number of samples.
         """
         ascending = sorted(rows, key=lambda row: (row.micro_batch, row.seconds_s))
         found: dict[int, float] = {}
@@ -121,10 +121,10 @@ class OwnLengths:
         return sorted(found.items())
 
     def _share(self, bucket: Bucket, row: PlanRow, dims: Dims, count: int) -> float:
-        """What some samples at these lengths take of the row's seconds, up to 1.
+        """Returns the fraction of the row's seconds for some samples at these lengths, up to 1.
 
-        Of one dim it lies on the line between two lengths whose seconds are known; of several it is
-        that of the next ones.
+        With one dim it lies on the line between two lengths whose seconds are known; with several
+        it is that of the next larger ones.
         """
         if self.seconds_at is None:
             return count / row.micro_batch
@@ -139,7 +139,7 @@ class OwnLengths:
 
     @staticmethod
     def _grid(most: int, length: int) -> tuple[int, int]:
-        """The lengths around one at which seconds are predicted, of a bucket's length."""
+        """Returns the lengths around one at which seconds are predicted, for a bucket's length."""
         part = -(-most // _PARTS)
         after = min(most, -(-length // part) * part)
         return min(after, max(1, (length // part) * part)), after
@@ -159,7 +159,7 @@ class BatchLengths:
     """The lengths of a global batch's samples.
 
     Attributes:
-        own: what they are padded to.
+        own: lengths that they are padded to.
         dims: sample id -> its lengths.
     """
 
@@ -187,8 +187,8 @@ class BatchLengths:
         """Returns a micro-batch at the lengths of its samples, with its seconds there.
 
         Args:
-            mb: of any seconds.
-            row: that it runs.
+            mb: micro-batch; its seconds are not read.
+            row: row that it runs.
         """
         dims = self.padded(mb.bucket, mb.sample_ids)
         seconds_s = self.own.seconds_s(mb.bucket, row, dims, len(mb.sample_ids))

@@ -1,4 +1,4 @@
-"""Plans as JSON: what rank 0 sends the others, and files that `dcpc replay` runs again.
+"""Plans as JSON: messages of rank 0 to the others, and files that `dcpc replay` runs again.
 
 A plan names rows of the table it was made from, so it carries that table's hash; a file carries the
 table too. JSON alone: reading one runs no code.
@@ -26,14 +26,14 @@ VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """A plan with all that it was made from.
+    """A plan with the inputs that it was made from.
 
     Attributes:
         plan: the plan.
-        table: the rows that there were to choose from.
-        allowed: what else the plan may do.
+        table: rows that it was chosen from.
+        allowed: limits of the step's micro-batches.
         samples: id and bucket of each sample of the batch, in order.
-        lengths: what samples are padded to; None: their buckets' lengths.
+        lengths: lengths that samples are padded to; None: their buckets'.
     """
 
     plan: StepPlan
@@ -64,7 +64,7 @@ class PlanFile:
 
     @classmethod
     def read(cls, file: str | Path) -> PlanFile:
-        """Returns what `write` wrote.
+        """Returns the plan in a file that `write` wrote.
 
         Raises:
             PlanError: it is no such file, of another version, or its plan is of another table.
@@ -108,12 +108,12 @@ def plan_json(plan: StepPlan, table: PlanTable) -> dict[str, Any]:
 
 
 def plan_of(data: Mapping[str, Any], table: PlanTable, where: str) -> StepPlan:
-    """Returns the plan that `plan_json` gave.
+    """Returns the plan in the data of `plan_json`.
 
     Args:
-        data: what it gave.
-        table: of the reader.
-        where: it comes from, for an error.
+        data: result of `plan_json`.
+        table: plan table of the reader.
+        where: origin of the data, for an error.
 
     Raises:
         PlanError: it is of another version, or was made from another table.

@@ -26,7 +26,7 @@ class Setting:
 
     Attributes:
         sp: ranks of the group.
-        micro_batch: most samples; the placement is made for so many.
+        micro_batch: maximum samples; the placement is made for so many.
         menu_step: steps of recompute taken.
     """
 
@@ -68,7 +68,7 @@ class PlannedMicroBatch:
 
     @property
     def shape(self) -> Bucket:
-        """What the samples are padded to: the bucket, or shorter lengths."""
+        """Shape that the samples are padded to: the bucket, or shorter lengths."""
         return Bucket(self.dims) if self.dims else self.bucket
 
     def on(self, ranks: tuple[int, ...]) -> PlannedMicroBatch:
@@ -85,18 +85,18 @@ class PlannedMicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What every rank does in one optimizer step.
+    """Work of every rank in one optimizer step.
 
     Attributes:
-        micro_batches: in the global order that all ranks follow.
+        micro_batches: micro-batches in the global order that all ranks follow.
         busy_s: predicted busy seconds of each rank.
         makespan_s: predicted seconds until the last rank is done, waits for peers included.
-        bound_s: no plan of these samples from the same table is faster; 0: not known.
-        binds: what keeps the plan from being faster.
-        mode: which planner made it.
+        bound_s: lower bound of `makespan_s` for these samples and this table; 0: not known.
+        binds: text of the reason why no plan is faster.
+        mode: mode that made it.
         table: hash of the plan table it was made from.
         block: ranks that wait for each other after each micro-batch, see `rounds_of`; 0: none do.
-        speeds: of the ranks, by which seconds are those of the ranks that run them; none: equal.
+        speeds: speed of each rank; seconds are those of the ranks that run them; none: equal.
         pipelines: the schedule of each pipeline, as `runtime/pipeline/` reads it, for its own
             micro-batches in this order; none: ranks of a group run a micro-batch together.
     """
@@ -193,8 +193,8 @@ def rounds(ranks: Sequence[Sequence[int]], world: int) -> list[list[int]]:
     """Returns the numbers of the micro-batches of each round, of which no two share a rank.
 
     Args:
-        ranks: of each micro-batch, in a step's global order, which a rank's own keep.
-        world: ranks there are.
+        ranks: ranks of each micro-batch, in a step's global order, which a rank's own keep.
+        world: number of ranks.
     """
     free = [0] * world  # first round in which a rank has nothing to do
     found: list[list[int]] = []
@@ -208,14 +208,14 @@ def rounds(ranks: Sequence[Sequence[int]], world: int) -> list[list[int]]:
 
 
 def rounds_of(plan: StepPlan, rank: int, block: int) -> list[tuple[PlannedMicroBatch, ...]]:
-    """Returns what runs at once, round by round, in the block of ranks that a rank is in.
+    """Returns, round by round, the micro-batches that run at once in a rank's block.
 
     Blocks are of consecutive ranks. Each goes through its own rounds, free of the others: it only
     meets those that take a micro-batch together with it.
 
     Args:
-        plan: of a step.
-        rank: one of the block.
+        plan: plan of a step.
+        rank: rank of the block.
         block: ranks of a block.
 
     Raises:
@@ -248,9 +248,9 @@ def timeline(
     ranks of their blocks have.
 
     Args:
-        micro_batches: in the global order.
-        world: ranks.
-        block: as for `StepPlan`.
+        micro_batches: micro-batches in the global order.
+        world: number of ranks.
+        block: ranks that wait for each other, as in `StepPlan`.
     """
     free_s, busy_s = [0.0] * world, [0.0] * world
     begins = [0.0] * len(micro_batches)
@@ -281,10 +281,10 @@ def better(plan: StepPlan, best: StepPlan, most: int, gain: float) -> bool:
     """Whether a plan is to be taken instead of the best so far.
 
     Args:
-        plan: the new one.
-        best: so far.
-        most: micro-batches of a rank; one that exceeds it by less is better; 0: any number.
-        gain: share of the seconds that it has to save otherwise.
+        plan: new plan.
+        best: best plan so far.
+        most: maximum of a rank's micro-batches: a smaller excess is better; 0: any number.
+        gain: fraction of the seconds that it has to save otherwise.
     """
     over = max(0, plan.accumulation - most) if most else 0
     best_over = max(0, best.accumulation - most) if most else 0

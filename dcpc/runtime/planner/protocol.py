@@ -1,4 +1,4 @@
-"""What the loader and the train step need of a compiled model, and no more."""
+"""Protocols: the parts of a compiled model that the loader and the train step use."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -13,15 +13,15 @@ from dcpc.runtime.planner.plans import StepPlan
 
 
 class Source(Protocol):
-    """Where plan tables come from."""
+    """A source of plan tables."""
 
     @property
     def plans(self) -> Mapping[Bucket, BucketPlan]:
-        """The setting of each bucket: what the modes "intra" and "inter" run."""
+        """The setting of each bucket, which the modes "intra" and "inter" run."""
 
     @property
     def tables(self) -> Mapping[Bucket, Sequence[PlanRow]]:
-        """Every setting of each bucket: what the modes "auto" and "evolve" choose from."""
+        """Every setting of each bucket, for the modes "auto" and "evolve" to choose from."""
 
     @property
     def block(self) -> int:
@@ -29,13 +29,13 @@ class Source(Protocol):
 
 
 class BatchPlanner(Protocol):
-    """What plans global batches of a model that runs in stages."""
+    """Planner of global batches of a model that runs in stages."""
 
     def plan(self, samples: Sequence[tuple[int, Bucket]], table: str) -> StepPlan:
         """Returns the plan of a batch.
 
         Args:
-            samples: id and bucket of each.
+            samples: id and bucket of each sample.
             table: hash of the plan table, for the plan to carry.
         """
 
@@ -49,29 +49,30 @@ class Compiled(Source, Protocol):
 
     @property
     def packable(self) -> Packable:
-        """What its model makes of several sequences in one row."""
+        """Whether, and how, its model takes several sequences in one row."""
 
     @property
     def value_ranges(self) -> Mapping[Bucket, Mapping[str, tuple[ValueRange, ...]]]:
-        """What its ops need of integer inputs, by bucket and input; those left out may be any."""
+        """Valid values of integer inputs, by bucket and input; those left out may have any."""
 
     def division_problems(
         self, weigh: Callable[[Mapping[str, Tensor]], float] | None, pad: Mapping[str, int | float]
     ) -> Mapping[str, str]:
-        """Returns what a sample's loss depends on besides the sample, each with why."""
+        """Returns each thing besides the sample that a sample's loss depends on, with a reason."""
 
     def packing_problem(
         self,
         cases: Callable[[Mapping[str, Tensor]], list[Mapping[str, Tensor]]],
         weigh: Callable[[Mapping[str, Tensor]], float],
     ) -> str:
-        """Returns how packed rows have another loss than their sequences; "": they have not."""
+        """Returns the difference of packed rows' loss from their sequences'; "": there is none."""
 
     def own_lengths(self, multiple: int | None) -> OwnLengths:
-        """Returns at which lengths besides its buckets' its graphs run, and how long that takes.
+        """Returns the lengths besides its buckets' at which its graphs run, and their seconds.
 
         Args:
-            multiple: what lengths are rounded up to; None: what suits the device.
+            multiple: divisor of the lengths, as far as buckets have room; None: the device's
+                default.
         """
 
     @property
@@ -84,12 +85,12 @@ class Compiled(Source, Protocol):
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """How fast ranks are beside the fastest one; nothing: all alike."""
+        """Speed of each rank beside the fastest one; nothing: all are equal."""
 
     @property
     def batch_planner(self) -> BatchPlanner | None:
-        """What plans batches where the model runs in stages; None: it does not."""
+        """Planner of batches where the model runs in stages; None: it does not."""
 
     @property
     def replans(self) -> int:
-        """How often rows of the tables were replaced by others."""
+        """Number of times that rows of the tables were replaced."""

@@ -1,12 +1,12 @@
-"""Ranks of unequal speed: how long a group of them takes, and how their speeds are learned.
+"""Ranks of unequal speed: the seconds of a group of them, and how their speeds are learned.
 
 A rank's speed is a share of the fastest rank's, at most 1. A group runs at its slowest rank's. No
 speeds at all mean equal ones: then every plan is what it would be without this module.
 
-What is measured are seconds of micro-batches. A micro-batch took what its setting takes on the
-fastest rank, over the speed of its group: two factors, found by medians in turn. So ranks are
-compared by settings that several of them ran, and a prediction that is wrong for a bucket says
-nothing of a rank.
+Seconds of micro-batches are measured. A micro-batch takes its setting's seconds on the fastest
+rank, over the speed of its group: two factors, found by medians in turn. So ranks are compared by
+settings that several of them ran, and a prediction that is wrong for a bucket says nothing of a
+rank.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def speeds_text(speeds: Speeds) -> str:
 
 
 def speeds_line(speeds: Speeds, changes: int) -> str:
-    """Returns what plans take ranks for, in a sentence."""
+    """Returns a sentence with the speeds of the ranks that plans assume."""
     measured = f", as measured ({changes} changes so far)" if changes else ""
     if not speeds:
         return f"plans take all ranks for equally fast{measured}"
@@ -94,12 +94,12 @@ def speeds_line(speeds: Speeds, changes: int) -> str:
 
 @dataclass(slots=True)
 class LearnedSpeeds:
-    """The speeds that ranks turn out to have; alike on all ranks that are told the same.
+    """Speeds of the ranks by measurement; alike on all ranks that observe the same.
 
     Attributes:
-        speeds: as they are taken now; nothing: equal.
-        learns: whether they follow what is measured.
-        changes: how often they changed.
+        speeds: present speeds; nothing: equal.
+        learns: whether they follow the measured seconds.
+        changes: number of times that they changed.
     """
 
     speeds: Speeds = ()
@@ -112,7 +112,7 @@ class LearnedSpeeds:
         """Takes down a step; returns whether the speeds are others now.
 
         Args:
-            plan: that ran.
+            plan: plan that ran.
             every_s: measured seconds of each of its micro-batches, the same on every rank; 0: none.
         """
         if not self.learns:
@@ -137,9 +137,9 @@ class LearnedSpeeds:
 
 
 def _fitted(seen: Sequence[Seen], old: Speeds, world: int) -> Speeds:
-    """Returns the speeds by which one factor a setting and one a rank explain what was seen.
+    """Returns the speeds with which one factor a setting and one a rank explain the times seen.
 
-    A rank that ran too few keeps its speed. One that ran too few alone is as slow as its groups.
+    A rank with too few times keeps its speed. One with too few alone is as slow as its groups.
     """
     was = old or (1.0,) * world
     told: dict[int, list[tuple[Setting, float]]] = {}

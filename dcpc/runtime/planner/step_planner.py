@@ -6,8 +6,8 @@
     evolve  the same; where samples are packed, the search goes on while there is time
 
 For "auto" the candidates are each bucket's cheapest rows dealt longest first, the same with faster
-rows for what would otherwise take too long, the best of these and the rows of fewest rank-seconds
-fitted to end together (`fit.py`), and what changing the degree of one bucket at a time gains. They
+rows where a bucket would take too long, the best of these and the rows of fewest rank-seconds
+fitted to end together (`fit.py`), and those with the degree of one bucket changed at a time. They
 are compared by when the last rank ends, run without barriers; a later candidate, which has more
 variants, has to gain; the search ends where the lower bound leaves nothing to gain.
 
@@ -57,12 +57,12 @@ Rows = tuple[tuple[int, PlanRow], ...]  # of each bucket, by its number in the t
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What a step may be like.
+    """Limits of a step's micro-batches.
 
     Attributes:
-        least: micro-batches of the rank with most: a batch is enlarged until there are so many.
-        most: a batch is cut until there are no more; 0: any number.
-        pads: "auto" may pad samples to longer buckets than their own.
+        least: minimum micro-batches of the rank with most: a batch is enlarged until it has them.
+        most: maximum: a batch is cut until it has no more; 0: any number.
+        pads: whether "auto" may pad samples to longer buckets than their own.
     """
 
     least: int = 1
@@ -84,11 +84,11 @@ def plan_step(
     """Returns the plan of a global batch, every sample in exactly one micro-batch.
 
     Args:
-        samples: sample id and bucket of each.
+        samples: id and bucket of each sample.
         table: the rows to choose from; for "intra" and "inter" the first of each bucket is taken.
-        mode: see the module.
-        allowed: what else holds; the number of micro-batches where some candidate keeps it.
-        lengths: what samples are padded to; None: their buckets' lengths.
+        mode: mode of the planner, see the module.
+        allowed: limits of the step; micro-batches are limited where some candidate keeps it.
+        lengths: lengths that samples are padded to; None: their buckets'.
 
     Raises:
         PlanError: no samples, or a bucket that is not in the table.
@@ -126,16 +126,16 @@ def plan_rows(
 ) -> tuple[StepPlan, PackedRows]:
     """Returns the plan of a global batch whose rows hold several sequences, and its rows.
 
-    What the plan calls samples are numbers of rows. All modes choose among the table's rows.
+    The plan's sample ids are numbers of rows. All modes choose among the table's rows.
 
     Args:
-        sequences: id and tokens of each.
+        sequences: id and tokens of each sequence.
         table: the rows to choose from.
         prices: seconds of micro-batches.
         bucket: the only one to use; None: any.
         mode: name for the plan.
-        turns: of a search that goes on from the plan without any: 0, 1, ...; equal turns find equal
-            plans, and more of them none that ends later.
+        turns: turns of a search that goes on from the plan without any: 0, 1, ...; equal turns find
+            equal plans, and more of them none that ends later.
 
     Raises:
         PlanError: no sequences, or one that is longer than every bucket.
@@ -168,7 +168,7 @@ def _bound(
 
 
 def _best(candidates: Iterator[StepPlan], allowed: Allowed, bound_s: float) -> StepPlan:
-    """The plan that ends first, an earlier candidate if it is nearly as good."""
+    """Returns the plan that ends first, an earlier candidate if it is nearly as good."""
     best = next(candidates)
     for plan in candidates:
         if better(plan, best, allowed.most, OTHER_KIND_GAIN):
@@ -223,7 +223,7 @@ class _Tried:
     """Plans of the rows that were tried for each bucket.
 
     Attributes:
-        ends_s: when the best plan of some rows ends.
+        ends_s: function from some rows to the end of their best plan.
         best: the plan that ends first.
     """
 
@@ -252,7 +252,7 @@ class _Tried:
         """Returns a micro-batch on the smallest row of its degree that holds it, with its seconds.
 
         Args:
-            mb: of any row and seconds.
+            mb: micro-batch on any row, with any seconds.
         """
         key = mb.bucket, mb.sp, mb.ranks, mb.sample_ids
         found = self._known.get(key)
@@ -320,7 +320,7 @@ class _Tried:
 
 
 def _neighbours(rows: Rows, table: PlanTable) -> Iterator[Rows]:
-    """The same rows but for one bucket, the buckets with the longest samples first."""
+    """Yields the same rows but for one bucket, buckets with the longest samples first."""
     longest = sorted(rows, key=lambda pair: -pair[1].seconds_s / pair[1].micro_batch)
     for key, own in longest[:_CLIMBED]:
         for sp in sorted({row.sp for row in table.rows[key]} - {own.sp}):
@@ -336,7 +336,7 @@ def _padded(
     price: Price,
     lengths: BatchLengths | None,
 ) -> Iterator[StepPlan]:
-    """The same with the samples that run on one rank padded together."""
+    """Yields the same plans with the samples that run on one rank padded together."""
     single = [sample for sample in samples if settings[sample[1]].sp == 1]
     together = share_padding(single, table) if single else None
     if together is not None:
@@ -349,7 +349,7 @@ def _padded(
 
 
 def _row_within(rows: Sequence[PlanRow], limit_s: float) -> PlanRow:
-    """The row of least rank-seconds that ends in time, with room to spare; else the fastest.
+    """Returns the row of least rank-seconds that ends in time with room to spare, else the fastest.
 
     Of rows within 5% the smallest micro-batch on the fewest ranks, which leaves most to balance.
     """
@@ -362,7 +362,7 @@ def _row_within(rows: Sequence[PlanRow], limit_s: float) -> PlanRow:
 
 
 def _binds(plan: StepPlan, floor_s: float) -> str:
-    """A sentence: the least work there is, the longest sample, and how busy the ranks are."""
+    """Returns a sentence: the least work, the longest sample, and how busy the ranks are."""
     longest = max(plan.micro_batches, key=lambda mb: mb.seconds_s)
     whose = (
         f"every rank, by its speed of {speeds_text(plan.speeds)}" if plan.speeds else "every rank"

@@ -1,4 +1,4 @@
-"""The joint plan table of all buckets, as the batch planner wants it: few rows, with a hash.
+"""The joint plan table of all buckets for the batch planner: few rows, with a hash.
 
 Each row that a plan uses becomes a variant to compile, so rows that gain little are left out first.
 """
@@ -24,16 +24,16 @@ from dcpc.runtime.planner.speeds import Speeds
 
 @dataclass(frozen=True)
 class PlanTable:
-    """What the planner chooses from.
+    """Rows that the planner chooses from.
 
     Attributes:
         buckets: every bucket; its number here is its key.
-        rows: of each bucket.
+        rows: rows of each bucket.
         world: number of ranks.
         node_ranks: ranks of a node: a group of at most so many is never spread over two.
-        aligned: groups may only be aligned blocks whose size divides `world`.
+        aligned: whether groups may only be aligned blocks whose size divides `world`.
         block: ranks that wait for each other after each micro-batch, consecutive; 0: none do.
-        speeds: of the ranks; none: equal.
+        speeds: speed of each rank; none: equal.
         hash: a short text, equal for equal tables.
     """
 
@@ -70,10 +70,10 @@ class PlanTable:
             ) from None
 
     def changes(self, base: PlanTable) -> dict[str, Any]:
-        """Returns what this table has other than `base`, as plain data: what `changed` takes.
+        """Returns the differences of this table from `base`, as plain data for `changed`.
 
         Args:
-            base: of the same buckets and ranks.
+            base: table of the same buckets and ranks.
         """
         rows = {
             str(key): own
@@ -86,7 +86,7 @@ class PlanTable:
         return {**({"rows": rows} if rows else {}), **speeds}
 
     def changed(self, changes: Mapping[str, Any]) -> PlanTable:
-        """Returns the table that has what `changes` gave."""
+        """Returns the table with the differences of `changes` put in."""
         if not changes:
             return self
         other = changes.get("rows", {})
@@ -158,14 +158,14 @@ def holds(bucket: Bucket, other: Bucket) -> bool:
 def mode_table(
     source: Source, mode: str, world: int, node_ranks: int, aligned: bool = False
 ) -> PlanTable:
-    """Returns what a mode chooses from: every row, or each bucket's own setting.
+    """Returns the table that a mode chooses from: every row, or each bucket's own setting.
 
     Args:
         source: plans and tables of the buckets.
-        mode: of the planner.
+        mode: mode of the planner.
         world: number of ranks.
         node_ranks: ranks of a node.
-        aligned: see `make_table`.
+        aligned: whether groups have to be aligned blocks, see `make_table`.
 
     Raises:
         PlanError: a bucket has no row that fits.

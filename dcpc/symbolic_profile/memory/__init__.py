@@ -1,1 +1,1 @@
-"""Which bytes are alive when: lifetimes, allocator, optimizer."""
+"""Live bytes over time: lifetimes, allocator, optimizer."""

@@ -1,4 +1,4 @@
-"""What torch's CUDA caching allocator makes of a run's allocations: rounded blocks, segments.
+"""Simulates torch's CUDA caching allocator: rounded blocks, cut from segments.
 
     request    rounded up to 512 bytes; a block of that size is cut
                up to 1 MiB        from segments of 2 MiB
@@ -44,7 +44,7 @@ SPARE = 0.98
 
 
 def rounded(size_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
-    """Returns a size rounded up to whole blocks, bytes; what has no bytes has no block."""
+    """Returns a size rounded up to whole blocks, bytes; 0 bytes need no block."""
     return -(-size_bytes // block_bytes) * block_bytes
 
 
@@ -62,10 +62,10 @@ class SegmentBlock:
     """A piece of a segment.
 
     Attributes:
-        address: of its first byte.
-        size_bytes: what it takes.
-        small: whether its segment is one for small blocks.
-        free: whether it can be given away.
+        address: address of its first byte.
+        size_bytes: size.
+        small: whether its segment holds small blocks.
+        free: whether it can be allocated.
         before: the piece before it in its segment.
         after: the piece after it.
     """
@@ -82,14 +82,14 @@ class CachingAllocator:
     """Allocates as torch does on one stream of a GPU, without any memory.
 
     Args:
-        limit_bytes: of the device. What does not fit is counted beyond it.
+        limit_bytes: memory of the device. Segments beyond it are counted all the same.
 
     Attributes:
-        allocated_bytes: of the blocks that are given away.
-        reserved_bytes: of all segments.
-        most_allocated_bytes: the most that was given away since `reset`.
-        most_reserved_bytes: the most in segments since then.
-        given_back: segments given back since then.
+        allocated_bytes: bytes of the allocated blocks.
+        reserved_bytes: bytes of all segments.
+        most_allocated_bytes: maximum of `allocated_bytes` since `reset`.
+        most_reserved_bytes: maximum of `reserved_bytes` since `reset`.
+        given_back: segments returned to the device since `reset`.
     """
 
     def __init__(self, limit_bytes: float = inf) -> None:
@@ -203,15 +203,15 @@ class CachingAllocator:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a step needs of a GPU once it has run before.
+    """Memory of a GPU in a step that is not the first.
 
     Attributes:
-        requested_bytes: the most that was asked for at a time.
-        allocated_bytes: the most in blocks: what `torch.cuda.max_memory_allocated` says.
-        reserved_bytes: in segments: what `torch.cuda.max_memory_reserved` says; where the step does
-            not fit, more than the device has.
-        given_back: segments that a step gives back to the device for others to fit. The device
-            finishes all it does for that.
+        requested_bytes: peak of the requested bytes.
+        allocated_bytes: peak of the allocated blocks, as `torch.cuda.max_memory_allocated` says.
+        reserved_bytes: segments, as `torch.cuda.max_memory_reserved` says; more than the device has
+            where the step does not fit.
+        given_back: segments that a step returns to the device to make room for others. The device
+            finishes all its work before that.
     """
 
     requested_bytes: int
@@ -221,7 +221,7 @@ class Usage:
 
     @property
     def fragmentation(self) -> float:
-        """The share of what is reserved that no block can ever use."""
+        """Returns the fraction of the reserved bytes that no block ever uses."""
         return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
 
 
@@ -232,15 +232,15 @@ def usage(
     steps: int = 2,
     limit_bytes: float = inf,
 ) -> Usage:
-    """Returns what a step of a timeline needs, after `steps - 1` others.
+    """Returns the GPU memory of a timeline's step, after `steps - 1` others.
 
     Args:
         timeline: allocations and frees of forward and backward.
-        values: bytes of each of its numbered sizes.
+        values: bytes of each numbered size of the timeline.
         resident: bytes of each tensor that stays: parameters, optimizer state, inputs.
-        steps: how many are run; from the second on segments of the one before are there. What
-            leaves some of a device free is not run again: it hardly grows.
-        limit_bytes: of the device.
+        steps: number of steps to run; from the second on, segments of the one before exist. A step
+            that leaves some of the device free is not repeated: memory hardly grows.
+        limit_bytes: memory of the device.
     """
     device = CachingAllocator(limit_bytes)
     staying = 0
@@ -264,8 +264,8 @@ def _run(
     """Runs a step.
 
     Args:
-        device: what allocates.
-        events: size and number of what is allocated, the number's complement where it is freed, no
+        device: allocator of the device.
+        events: size and number of each allocation; the number's complement where it is freed, no
             number where it is freed at once.
         values: bytes of each size.
     """
@@ -282,12 +282,11 @@ def _run(
 
 
 def _numbered(timeline: MemoryTimeline) -> list[tuple[int, int | None]]:
-    """Returns the events of a timeline as `_run` wants them.
+    """Returns the events of a timeline in the form that `_run` takes.
 
-    Which block is freed is known by its storage. Copies that stand for others of a deep model leave
-    what their own storages do not name: of its size the last one that was made. Where none is there
-    (what such a copy frees comes from one that is not run by itself), none is freed: the block
-    stays up to the end of the step.
+    A free names its storage's block. Frees of copies that stand for others may have no block of
+    their own: then the last block of that size is freed. Where there is none (it would come from a
+    copy that is not run by itself), none is freed: the block stays up to the end of the step.
     """
     found: list[tuple[int, int | None]] = []
     # Numbers by size, then storage, the last one made at the end.

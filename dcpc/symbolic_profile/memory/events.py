@@ -1,8 +1,8 @@
 """Allocations and frees of a run in the order they happen, and those of copies that stand for more.
 
-Where copies of a block stand for more (`Fold`), what they leave behind is added where the others
-would run, in forward after the middle one, in backward before it. All live bytes are affine in the
-number of copies, so that the first and the last of them have the peak of all.
+Where a copy of a block stands for more (`Fold`), the bytes that the others leave behind are added
+where they would run: in forward after the middle copy, in backward before it. All live bytes are
+affine in the number of copies, so the first or the last copy has the peak.
 
 Where some copies keep gathered parameters from forward (`Kept`), those and the others are two
 stretches of copies, each affine:
@@ -37,11 +37,11 @@ class Kept:
     """Copies, from the last on, that keep parameters which the middle copy gathers again.
 
     Attributes:
-        times: how many, at least 1.
-        sizes: numbers of the bytes of what each keeps from forward to backward.
-        read: which of the parameters that are.
+        times: number of such copies, at least 1.
+        sizes: numbers of the bytes that each copy keeps from forward to backward.
+        read: positions of the kept parameters.
         own: call of the middle copy that gathers them again.
-        before: call of the first one that does.
+        before: call of the first copy that gathers them.
     """
 
     times: int
@@ -53,16 +53,16 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Folding:
-    """Where in a list of calls the copies are whose steps are done again.
+    """Positions in a list of calls of the copies whose steps are repeated.
 
     Attributes:
         run: number of the run of blocks.
         first: position of the middle copy's first call.
         stop: position after its last.
         after: whether the others run after it (forward) or before it.
-        times: how many others.
+        times: number of other copies.
         first_copy: names of the first copy's steps in backward, where kernels are fused.
-        kept: which of the others keep parameters; None: none do.
+        kept: other copies that keep parameters; None: none do.
     """
 
     run: int
@@ -94,14 +94,14 @@ class Folding:
         fuses: bool,
         kept: Mapping[int, Kept],
     ) -> list[Folding]:
-        """Returns the middle copies' steps of backward, with what they make again first.
+        """Returns the middle copies' steps of backward, with the recomputed ones before them.
 
         Args:
-            fold: which copies stand for more.
+            fold: folded blocks and their copies; None: nothing is folded.
             steps: calls or kernels.
-            again: the calls of forward; those in backward are made again.
+            again: calls of forward; those that occur in backward are recomputed.
             fuses: whether steps are fused kernels.
-            kept: run of blocks -> what some of its copies keep.
+            kept: run of blocks -> values that some of its copies keep gathered.
         """
         if fold is None:
             return []
@@ -129,9 +129,9 @@ class _MiddleSteps:
     """The steps of a middle copy in backward.
 
     Attributes:
-        place: its first step, and points before it.
-        own: its steps.
-        differing: what is made up after them.
+        place: position of its first step, and number of points before it.
+        own: steps of the copy.
+        differing: differences to make up for after them.
         points: steps before each of its points, the number of its transient, and its name.
     """
 
@@ -149,7 +149,7 @@ class Recorder:
         resident: storages that are not counted.
         steps: number of the size of each allocation or free.
         weights: 1 for an allocation, -1 for a free; times the copies that it stands for.
-        storages: which storage each of them is of.
+        storages: storage of each allocation or free.
         done: steps done at each point.
         transients: number of the size of each point's transient.
         names: node of each point.
@@ -172,7 +172,7 @@ class Recorder:
         self.storages.append(storage)
 
     def mark(self, name: str, transient: int = 0) -> None:
-        """Notes a program point, and the number of what its call has besides."""
+        """Records a program point, and the number of its call's transient bytes."""
         self.done.append(len(self.steps))
         self.transients.append(transient)
         self.names.append(name)
@@ -184,7 +184,7 @@ class Recorder:
         start: int,
         storages_of: StoragesOf,
     ) -> None:
-        """Does the steps of a middle copy again for the others.
+        """Repeats the steps of a middle copy for the others.
 
         What these free of the one before them is what the copy after the middle one frees of it:
         the copy before may hand on something else, or the middle one be the last that reads a value
@@ -196,10 +196,10 @@ class Recorder:
         they hand on: the first of them may need the most, and gets points of its own.
 
         Args:
-            folding: where the copies are.
+            folding: positions of the copies.
             reached: steps and points before each place.
             start: first step of the phase.
-            storages_of: tells where the values of calls lie, as `Stepwise.of`.
+            storages_of: function that returns where the values of calls lie, as `Stepwise.of`.
         """
         (first, begin), (stop, end) = reached[folding.first], reached[folding.stop]
         made = self.made.setdefault(folding.run, set())
@@ -272,8 +272,8 @@ class Recorder:
         """Puts copies before others; the first of them gets points of its own.
 
         Args:
-            stretch: the steps of one.
-            times: how many.
+            stretch: steps of one copy.
+            times: number of copies.
             top: whether the first of them is the first of all.
         """
         if not times:
@@ -291,15 +291,15 @@ class Recorder:
     def _left(
         self, folding: Folding, made: set[int], frees: Sequence[int], before: Place
     ) -> list[int]:
-        """Returns the frees of what all copies leave to a fused kernel that sums it up.
+        """Returns the frees of values that all copies leave to a fused kernel that sums them.
 
-        It frees what copies before the middle one made, too, or runs after the first copy.
+        The kernel also frees values of copies before the middle one, or runs after the first one.
 
         Args:
-            folding: where the copies are.
-            made: storages that the middle copy made.
-            frees: those after it.
-            before: steps of backward before it, from and up to.
+            folding: positions of the middle copy.
+            made: storages that the middle copy allocates.
+            frees: indices of the frees after it.
+            before: indices of the steps of backward before it, from and up to.
         """
         if not folding.first_copy:
             return []

@@ -1,4 +1,4 @@
-"""When each storage of a list of calls and kernels is made and freed, told from arrays of numbers.
+"""Computes when each storage of a list of calls and kernels is made and freed, on arrays.
 
 A graph's nodes are read once; each of its runs is then a few passes over arrays. A run of fused
 kernels is read by itself, as which values have memory depends on what is fused.
@@ -32,13 +32,13 @@ class _Arrays:
     A node's value has a slot for each of its tensors.
 
     Attributes:
-        first_read: of each node and one more, where its inputs begin in `reads`.
+        first_read: for each node and one more: start of its inputs in `reads`.
         reads: inputs.
-        first_slot: of each node and one more, its first slot.
-        above: slot of the input, or of the same value, in whose memory a slot lies; else itself.
-        root: the slot whose memory it is in the end.
+        first_slot: for each node and one more: its first slot.
+        above: slot of the input, or of the same value, in whose memory a slot lies; else the slot.
+        root: slot that owns the memory in the end.
         size: number of the bytes of a slot's memory.
-        transient: number of the bytes that a call has besides.
+        transient: number of a call's transient bytes.
     """
 
     first_read: Integers
@@ -52,11 +52,11 @@ class _Arrays:
 
 @dataclass(frozen=True, slots=True)
 class _MadeValues:
-    """What a list of calls and kernels makes.
+    """Values that a list of calls and kernels makes.
 
     Attributes:
         numbers: number of each value, in order.
-        place: position in the list of the step that makes it; each step makes one at least.
+        place: position in the list of the step that makes it; each step makes at least one.
         count: length of the list.
     """
 
@@ -66,14 +66,14 @@ class _MadeValues:
 
 
 class Numbered:
-    """The nodes of a graph as numbers: what each reads, and which memory its value lies in.
+    """Numbers the nodes of a graph: inputs of each, and the memory that its value lies in.
 
     Args:
-        facts: reads the nodes.
-        transient: bytes that a call has besides its outputs.
+        facts: reader of the nodes.
+        transient: function from a call to its bytes besides the outputs.
 
     Attributes:
-        facts: the same.
+        facts: reader of the nodes.
     """
 
     def __init__(self, facts: Facts, transient: Callable[[fx.Node], sympy.Expr]) -> None:
@@ -90,7 +90,7 @@ class Numbered:
         self._arrays: _Arrays | None = None
 
     def of(self, nodes: Iterable[fx.Node]) -> Integers:
-        """Returns the numbers of nodes; what an unknown one reads is known, or is before it."""
+        """Returns the numbers of nodes; inputs of an unknown node are known, or come before it."""
         known = self._number
         return np.array([known[n] if n in known else self._add(n) for n in nodes], dtype=np.int64)
 
@@ -101,7 +101,7 @@ class Numbered:
         return found
 
     def values(self, steps: Steps) -> _MadeValues:
-        """Returns what calls make; of a list with kernels each value has a number of its own."""
+        """Returns the values that steps make; with kernels among them each has its own number."""
         if not any(isinstance(step, Kernel) for step in steps):
             nodes: Any = steps
             return _MadeValues(self.of(nodes), np.arange(len(steps)), len(steps))
@@ -143,7 +143,7 @@ class Numbered:
         return self._append(node, reads, self._transient_of(node) if called else ZERO)
 
     def _make(self, kernel: Kernel) -> list[int]:
-        """Returns the numbers of what a kernel makes, in new memory or in that of what it takes."""
+        """Returns the numbers of a kernel's values, in new memory or in that of an input."""
         reads, found = [self._number[n] for n in kernel.all_input_nodes], []
         for node in kernel.makes:
             taken = kernel.in_place.get(node)
@@ -176,13 +176,13 @@ class Numbered:
 class Lifetimes:
     """The storages of one run.
 
-    A storage of forward has the number of its slot; one that is new in backward, where a value of
-    forward may be made again, one behind all slots.
+    A storage of forward has the number of its slot; a new one of backward, where a value of forward
+    may be recomputed, has one behind all slots.
 
     Args:
-        run: its calls.
-        numbered: their nodes, and those of other runs.
-        recorder: what happens is written there.
+        run: calls of the run.
+        numbered: numbers of their nodes, and of other runs'.
+        recorder: recorder of the allocations and frees.
     """
 
     def __init__(self, run: RankRun, numbered: Numbered, recorder: Recorder) -> None:
@@ -209,17 +209,17 @@ class Lifetimes:
         self._stays = np.empty(0, dtype=np.int64)
 
     def forward(self, foldings: Sequence[Folding]) -> None:
-        """Runs the calls of forward, of which what is returned and what is saved stay.
+        """Runs the calls of forward; returned and saved values stay.
 
         Args:
-            foldings: where copies are that stand for more.
+            foldings: positions of the copies that stand for more.
         """
         fresh = self._numbered.arrays.above == np.arange(self._slot_count)
         self._run(self._forward, self._outputs[:0], self._outputs, fresh, foldings)
         self._stays = self._storage[self._slots(self._outputs[: self._returned])]
 
     def start_backward(self) -> None:
-        """Leaves what backward takes."""
+        """Starts backward: allocates the tangents, sets the storages that its values lie in."""
         recorder, count = self._recorder, self._slot_count
         self._known = self._numbered.known()
         taken, slots = self._storage[self._slots(self._taken)], self._slots(self._tangents)
@@ -238,10 +238,10 @@ class Lifetimes:
         self._storage = np.where(held[top] >= 0, held[top], top + count)
 
     def backward(self, foldings: Sequence[Folding]) -> None:
-        """Runs the calls of backward, of which the gradients stay.
+        """Runs the calls of backward; gradients stay.
 
         Args:
-            foldings: where copies are that stand for more.
+            foldings: positions of the copies that stand for more.
         """
         given = np.append(self._given, self._tangents)
         self._run(self._backward, given, self._gradients, self._again, foldings)
@@ -266,14 +266,14 @@ class Lifetimes:
         fresh: Mask,
         foldings: Sequence[Folding],
     ) -> None:
-        """Runs calls: allocate, mark the point, free what was used last.
+        """Runs calls: allocate, mark the point, free values after their last use.
 
         Args:
             values: values that the calls make.
-            given: values that are there before.
+            given: values that exist before.
             outputs: values that stay.
             fresh: slots that calls make new memory for.
-            foldings: where copies are that stand for more.
+            foldings: positions of the copies that stand for more.
         """
         arrays, recorder = self._numbered.arrays, self._recorder
         of, slots = _gathered(arrays.first_slot, values.numbers)
@@ -309,10 +309,10 @@ class Lifetimes:
     def _frees(
         self, values: _MadeValues, given: Integers, outputs: Integers
     ) -> tuple[Integers, Integers]:
-        """Returns after which call each storage is freed, and its number, in order.
+        """Returns, for each free in order, the call after which it comes, and its storage.
 
-        A storage is freed with the last of its values; values with their last readers, those of one
-        reader in the order in which they were first read, and then what nobody reads.
+        A storage is freed with the last of its values, a value after its last reader. Values with
+        the same last reader go in the order of their first reads, and then the unread ones.
         """
         arrays, nodes = self._numbered.arrays, values.numbers
         at, flat = _gathered(arrays.first_read, nodes)

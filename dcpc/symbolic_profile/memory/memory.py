@@ -4,12 +4,11 @@
                 -> a program point: live + transient
     last use    of all values in a storage -> the storage is freed
 
-Forward's placeholders (parameters, buffers, inputs) are resident and not counted. After forward
-the loss and the saved values live; backward frees a saved value after its last use; gradients
-live to the end, or as long as other values where they are taken at once. So do the gradients that
-backward is given, as whoever calls it has them. Sizes are those of
-storages, not of shapes: a saved slice keeps the whole of what it is cut from. Copies of a block
-that stand for more: `events.py`.
+Forward's placeholders (parameters, buffers, inputs) are resident and not counted. After forward the
+loss and the saved values live; backward frees a saved value after its last use; gradients live to
+the end, or as long as other values where they are taken at once. So do the gradients passed to
+backward, as its caller holds them. Sizes are those of storages, not of shapes: a saved slice keeps
+the whole tensor it is cut from. Copies of a block that stand for more: `events.py`.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ class MemoryTimeline:
         sizes: the distinct sizes.
         steps: number of the size of each allocation or free.
         weights: 1 for an allocation, -1 for a free; times the copies that it stands for.
-        storages: which storage each of them is of.
+        storages: storage of each allocation or free.
         done: steps done at each point.
         transients: number of the size of each point's transient.
         names: node of each point.
-        saved: size -> how often it is among the saved values' distinct storages.
-        gradients: the same for what backward returns.
-        returned: the same for what forward returns and backward does not take.
-        shared: the same for what forward returns and backward takes, too.
+        saved: size -> its number among the saved values' distinct storages.
+        gradients: size -> its number among the outputs of backward.
+        returned: size -> its number among the outputs of forward that backward does not read.
+        shared: size -> its number among the outputs of forward that backward reads, too.
     """
 
     sizes: tuple[sympy.Expr, ...]
@@ -69,7 +68,7 @@ class MemoryTimeline:
         """Returns the live bytes of each point, `[points]` or `[points, n]`.
 
         Args:
-            values: of the sizes, `[sizes]`, or `[sizes, n]`: n numbers, or coefficients of n terms.
+            values: bytes of the sizes, `[sizes]` or `[sizes, n]`: n numbers, or n coefficients.
         """
         taken = values[self.steps]
         weights = self.weights if taken.ndim == 1 else self.weights[:, None]
@@ -95,9 +94,9 @@ def timeline_of(
 
     Args:
         run: the calls of one rank.
-        numbered: their nodes.
-        fold: which copies of a block stand for more.
-        fuses: whether the backend makes kernels of what is pointwise, as Inductor does.
+        numbered: numbers of their nodes.
+        fold: folded blocks and their copies; None: nothing is folded.
+        fuses: whether the backend fuses pointwise calls into kernels, as Inductor does.
         stays: numbers of the gradients that live to the end, where the others are taken and freed
             as soon as backward has made them; None: all do.
     """
@@ -149,7 +148,7 @@ def timeline_of(
 
 
 def _kept(fold: Fold | None, backward: Sequence[fx.Node], numbered: Numbered) -> dict[int, Kept]:
-    """Returns what the copies that do not gather again keep, by the run of blocks."""
+    """Returns, by run of blocks, the gathered values that some copies keep for backward."""
     found: dict[int, Kept] = {}
     if fold is None or not any(fold.kept.values()):
         return found

@@ -1,7 +1,7 @@
-"""Bytes that an optimizer keeps of each parameter, and that a step of it takes: a formula a class.
+"""Bytes of an optimizer's state for each parameter, and of its step: a formula a class.
 
 An optimizer of a class without a formula is made for small parameters of several shapes and steps
-once: where what it then keeps is so much an element and so much a parameter, that is its formula.
+once. If its state is then so many bytes an element plus so many a parameter, that is its formula.
 """
 
 from __future__ import annotations
@@ -71,12 +71,13 @@ STATES: Mapping[type[Optimizer], Formula] = {
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """What a step allocates and frees again.
+    """Transient memory of an optimizer step.
 
     Attributes:
-        one: tensors like a parameter, where parameters are stepped one after the other.
-        all: tensors like each of them, where they are stepped together (`foreach`); None: never.
-        decay: how many more of either if the optimizer has a weight decay.
+        one: number of tensors like one parameter, where parameters are stepped one after the other.
+        all: number of tensors like each parameter, where all are stepped together (`foreach`);
+            None: never.
+        decay: further tensors of either kind if the optimizer has a weight decay.
     """
 
     one: int
@@ -109,14 +110,13 @@ ADAM_STATES = 2
 
 @dataclass(frozen=True, slots=True)
 class OptimizerMemory:
-    """Memory of what trains a model, on one rank.
+    """Memory of an optimizer on one rank.
 
     Attributes:
         optimizer: class, `functools.partial` of one, or optimizer; None: Adam.
-        given_bytes: bytes of its state on a rank, where they are known better; None: they follow
-            from the optimizer.
-        together: whether it steps all parameters at once unless it says otherwise, as on a GPU.
-        owners: ranks that share out the rows of each parameter of a stage.
+        given_bytes: bytes of its state on a rank; None: computed from the optimizer.
+        together: whether it steps all parameters at once by default, as on a GPU.
+        owners: number of ranks that shard each parameter of a stage by rows.
     """
 
     optimizer: OptimizerLike | None = None
@@ -156,14 +156,14 @@ class OptimizerMemory:
 
 
 def step_bytes(optimizer: OptimizerLike, parameters: Iterable[nn.Parameter], together: bool) -> int:
-    """Returns the most bytes that a step allocates and frees again.
+    """Returns the peak of an optimizer step's transient memory.
 
     Of a class that `STEPS` has not it is 0: gradients of one more backward, which a plan counts
     and which are gone by then, leave room for a tensor like each parameter.
 
     Args:
-        optimizer: as of `state_bytes`.
-        parameters: those it steps.
+        optimizer: class, partial or optimizer, as for `state_bytes`.
+        parameters: parameters that it steps.
         together: whether they are stepped together unless the optimizer says otherwise, as on a
             GPU.
     """
@@ -188,12 +188,12 @@ def state_bytes(optimizer: OptimizerLike, parameters: Iterable[nn.Parameter]) ->
     """Returns `id(parameter)` -> bytes of its state, of those that the optimizer trains.
 
     Args:
-        optimizer: a class (its defaults hold), a partial of one, or an optimizer, whose groups'
-            options hold and which trains its own parameters only.
-        parameters: those of the model.
+        optimizer: class (its defaults hold), partial of one, or optimizer, whose groups' options
+            hold and which trains its own parameters only.
+        parameters: parameters of the model.
 
     Raises:
-        PlanError: its class has no formula, and what it keeps is no formula of sizes.
+        PlanError: its class has no formula, and its state follows no formula of sizes.
     """
     trained = [p for p in parameters if p.requires_grad]
     if isinstance(optimizer, Optimizer):

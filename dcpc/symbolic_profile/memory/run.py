@@ -1,4 +1,4 @@
-"""What one rank runs, of a partition's two graphs or of a schedule of a joint graph's nodes."""
+"""Lists one rank's calls, from a partition's two graphs or from a schedule of a joint graph."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from dcpc.ir import Partition, Schedule
 
 @dataclass(frozen=True, slots=True)
 class RankRun:
-    """What one rank runs: calls of forward, then calls of backward.
+    """Values and calls of one rank: forward, then backward.
 
     Attributes:
         primals: forward's placeholders.
-        forward: its calls.
-        outputs: what it returns, the loss first.
-        saved: what it returns for backward.
+        forward: calls of forward.
+        outputs: outputs of forward, the loss first.
+        saved: activations that forward saves for backward.
         given: backward's placeholders and the forward values they take.
-        tangents: backward's placeholders for the gradients of what it begins at.
-        backward: its calls; a node of forward among them is made again.
-        gradients: what it returns; None for a parameter without a gradient.
+        tangents: backward's placeholders for the gradients of the outputs it begins at.
+        backward: calls of backward; a node of forward among them is recomputed.
+        gradients: outputs of backward; None for a parameter without a gradient.
     """
 
     primals: Sequence[fx.Node]
@@ -37,7 +37,7 @@ class RankRun:
 
     @classmethod
     def of(cls, what: Partition | Schedule) -> RankRun:
-        """Returns what the graphs of a partition run, or what a schedule says."""
+        """Returns the run of a partition's graphs, or of a schedule."""
         if isinstance(what, Schedule):
             return cls(
                 primals=what.primals,

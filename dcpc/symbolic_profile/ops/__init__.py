@@ -1,1 +1,1 @@
-"""What one op costs: FLOPs, bytes, transient memory, fusion."""
+"""Costs of one op: FLOPs, bytes, transient memory, fusion."""

@@ -1,9 +1,8 @@
-"""What a convolution allocates and frees again while it runs: by torch's own kernel, or by oneDNN.
+"""Transient memory of a convolution, by torch's own kernel or by oneDNN.
 
-Torch's own kernel multiplies the windows of its input, side by side: told to the byte. It computes
-float64, float32 of small inputs, and half precision where the processor has no instructions for
-it, which the library is asked once. Of oneDNN there is an upper bound for all x86 processors, see
-`onednn.py`.
+Torch's own kernel multiplies the windows of its input, side by side: exact to the byte. It computes
+float64, float32 of small inputs, and half precision where the processor has no instructions for it
+(oneDNN is asked once). oneDNN has an upper bound for all x86 processors (`onednn.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def convolution_backward(call: CallFacts) -> sympy.Expr:
 
 
 def gpu_convolution(call: CallFacts) -> sympy.Expr:
-    """Returns what stands for cuDNN's choice: another layout of output, input and weight."""
+    """Returns the bytes of cuDNN as if it copied output, input and weight to another layout."""
     x, out = call.tensor("input"), call.facts.of(call.node)[0]
     times = 2 if argument(call.node, "transposed") else 1
     copied = times * _blocked(out) + _blocked(x) + _blocked_weights(call)
@@ -60,7 +59,7 @@ def gpu_convolution_backward(call: CallFacts) -> sympy.Expr:
 
 
 def _onednn(call: CallFacts, out: TensorFacts, bias: int, grads: int) -> sympy.Expr:
-    """The bound of oneDNN, at given sizes."""
+    """Returns the bound of oneDNN, at given sizes."""
     node, x, weight = call.node, call.tensor("input"), call.tensor("weight")
     groups = call.facts.size(argument(node, "groups"))
     numbers = (argument(node, name) for name in ("stride", "padding", "dilation"))
@@ -107,12 +106,12 @@ def _backward_columns(call: CallFacts, x: TensorFacts, grad: TensorFacts) -> sym
 
 
 def _by_dtype(call: CallFacts, onednn: sympy.Expr, slow: sympy.Expr) -> sympy.Expr:
-    """What this processor's kernel for the dtype holds."""
+    """Returns the transient bytes of this processor's kernel for the dtype."""
     return _of_either(call, onednn, slow, multiplies(call.tensor("input").dtype))
 
 
 def _blocked(x: TensorFacts) -> sympy.Expr:
-    """A tensor in whole blocks of channels."""
+    """Returns the bytes of a tensor in whole blocks of channels."""
     channels = x.shape[1]
     return x.size_bytes / channels * (CHANNELS * CeilDiv(channels, CHANNELS))
 
@@ -136,7 +135,7 @@ def _groups_copied(call: CallFacts, *operands: TensorFacts) -> sympy.Expr:
 
 
 def _each_group(call: CallFacts, one: sympy.Expr) -> sympy.Expr:
-    """What one group takes, or all groups' results beside what they are put together to."""
+    """Returns the bytes of one group, or of all groups' results beside their concatenation."""
     return one if argument(call.node, "groups") == 1 else larger(one, call.output_bytes)
 
 
@@ -151,14 +150,14 @@ def _in_volumes(call: CallFacts) -> bool:
 
 
 def _columns(call: CallFacts, out: TensorFacts, every: bool = False) -> sympy.Expr:
-    """The windows of the input, side by side, that torch's own kernel multiplies.
+    """Returns the bytes of the input's windows, side by side, that torch's own kernel multiplies.
 
     None where a window is one element, but for a dilated convolution, which has one sample's of
     any window, and for a transposed one, which has all samples' forward and one's backward.
 
     Args:
-        call: a convolution, or its backward.
-        out: what it makes, or its gradient.
+        call: convolution, or its backward.
+        out: output, or its gradient.
         every: whether a transposed one has those of all samples.
     """
     x, weight = call.tensor("input"), call.tensor("weight")
@@ -176,7 +175,7 @@ def _columns(call: CallFacts, out: TensorFacts, every: bool = False) -> sympy.Ex
 
 
 def _of_either(call: CallFacts, library: sympy.Expr, slow: sympy.Expr, halves: bool) -> sympy.Expr:
-    """What a convolution holds: of the library in half precision, of either in float32.
+    """Returns the bytes of oneDNN in half precision, of the larger kernel in float32.
 
     In float32 torch's own kernel computes windows of several elements only of small inputs; which
     one computes windows of one depends on threads and samples.

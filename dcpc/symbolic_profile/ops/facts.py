@@ -1,4 +1,4 @@
-"""What a graph's nodes say of their values: shapes, strides, storages, in the named dims."""
+"""Shapes, strides and storages of a graph's values, in the named dims."""
 
 from __future__ import annotations
 
@@ -114,11 +114,11 @@ def total(sizes: tuple[sympy.Expr, ...], times: int = 1) -> sympy.Expr:
 
 
 class Facts:
-    """Reads nodes, translating torch's symbols to the bucket's, and remembers what it read.
+    """Reads nodes once, with torch's symbols translated to the bucket's.
 
     Args:
         names: torch symbol -> expression of the bucket's dims.
-        like: of a graph in whose names the same symbols mean the same: what was read is shared.
+        like: facts of a graph with the same symbols: values that it has read are shared.
     """
 
     def __init__(self, names: Mapping[sympy.Symbol, sympy.Expr], like: Facts | None = None) -> None:
@@ -270,11 +270,11 @@ def op_name(node: fx.Node) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallFacts:
-    """One node with what is known of it.
+    """One call and the facts of its arguments and results.
 
     Attributes:
         node: an ATen or collective call.
-        facts: reads its values.
+        facts: reader of its values.
         threads: threads an op runs on; some ops have a buffer for each.
         gpu: capability of the GPU whose kernels ops run; None: they run the CPU's.
     """
@@ -304,7 +304,7 @@ class CallFacts:
 
 
 def ranks_of(group: str) -> sympy.Symbol:
-    """Returns what stands for the number of ranks of a group until a degree is known."""
+    """Returns the symbol for the number of ranks of a group whose degree is not known yet."""
     return sympy.Symbol(f"{_RANKS}{group}", integer=True, positive=True)
 
 
@@ -312,10 +312,10 @@ _RANKS = "ranks of "
 
 
 def at_ranks(size: sympy.Expr, sp: GroupSize) -> sympy.Expr:
-    """Returns a size in which the number of each group's ranks is known.
+    """Returns a size with the number of each group's ranks put in.
 
     Args:
-        size: of a transient.
+        size: transient bytes of a call.
         sp: ranks of every group, or group name -> ranks.
     """
     groups = {s: s.name.removeprefix(_RANKS) for s in groups_in(size)}

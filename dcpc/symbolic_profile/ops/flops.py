@@ -35,7 +35,7 @@ ZERO = sympy.Integer(0)
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one call costs; the attributes are those of `ir.Work`."""
+    """Cost of one call; the attributes are those of `ir.Work`."""
 
     op_class: str
     flops: sympy.Expr = ZERO
@@ -51,7 +51,7 @@ def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1) -> Cost | None:
 
     Args:
         node: a node of a forward or backward graph.
-        facts: reads its values.
+        facts: reader of its values.
         sp: ranks of a collective's group, which the call names in its last argument.
     """
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -192,7 +192,7 @@ def _twice(input_bytes: Any, ranks: Any) -> Any:
 
 
 def _rows(input_bytes: Any, ranks: Any) -> Any:
-    """The rows of windows that lie at neighbours: what a rank between two sends them together."""
+    """Returns the bytes that an inner rank sends to both neighbours: rows of windows."""
     return input_bytes
 
 
@@ -223,7 +223,7 @@ def halo_rows(stride: int, reach: int, longer: sympy.Expr) -> int:
     Args:
         stride: rows between two windows.
         reach: rows of a window.
-        longer: by how much the result is longer than what the windows are of, in whole.
+        longer: whole rows of the result beyond those of the input.
     """
     return max(0, reach - stride, int(longer) if longer.is_Integer else 0)
 
@@ -241,9 +241,9 @@ def row_messages(rows: Sequence[TensorFacts], ranks: int, *, scalars: bool) -> l
     """Returns which parameters travel together, by their position.
 
     Args:
-        rows: of one rank.
-        ranks: that share them out.
-        scalars: whether they travel, as gradients of them do.
+        rows: rows of each parameter on one rank.
+        ranks: number of ranks that shard the parameters.
+        scalars: whether scalars travel, as their gradients do.
     """
     sizes = {i: (t.dtype, ranks * int(t.size_bytes)) for i, t in enumerate(rows)}
     return messages({i: s for i, s in sizes.items() if s[1] and (scalars or rows[i].shape)})

@@ -1,13 +1,13 @@
-"""What Inductor keeps of a list of calls: its fused kernels, without the values that stay inside.
+"""Fuses a list of calls as Inductor does: kernels, without the values that stay inside them.
 
     mm -> sigmoid -> mul -> mm        mm -> Kernel(mul) -> mm
 
 A pointwise value has no memory: whoever reads it computes it again, from values that have. It gets
 memory where a library kernel or the caller wants it, or where it is long or heavy and read more
 than once. Kernels between two calls of library kernels that run over the same elements are then
-one, and what only their own loop reads is gone (`codegen/variant/backends.py`, `InOrder`, keeps
-Inductor from fusing across such calls). An output takes the memory of an input of its size that it
-alone reads, and nobody later.
+one, and values that only their own loop reads are gone (`codegen/variant/backends.py`, `InOrder`,
+keeps Inductor from fusing across such calls). An output takes the memory of an input of its size
+that it alone reads, and nobody later.
 
 `realize.py` says which values get memory, `loops.py` which of their loops are one kernel, and this
 file what each kernel reads and makes.
@@ -35,10 +35,11 @@ class Kernel:
     """A fused kernel.
 
     Attributes:
-        name: of the last value that it makes.
-        all_input_nodes: what it reads.
-        makes: values that get memory.
-        in_place: those of them that take the memory of another value, which nobody reads later.
+        name: name of the last value that it makes.
+        all_input_nodes: nodes that it reads.
+        makes: values that get memory, in order.
+        in_place: each value of `makes` in another value's memory -> that value, which nobody reads
+            later.
     """
 
     name: str
@@ -50,13 +51,12 @@ class Kernel:
 def fuse(
     nodes: Sequence[fx.Node], outputs: Iterable[fx.Node], facts: Facts
 ) -> list[fx.Node | Kernel]:
-    """Returns what Inductor runs of a list of calls: library calls, views, and fused kernels.
+    """Returns a list of calls as Inductor runs it: library calls, views, and fused kernels.
 
     Args:
-        nodes: calls of Inductor's small ops, in order; what they read and is not among them is
-            given.
-        outputs: what must have memory in the end.
-        facts: reads the nodes.
+        nodes: calls of Inductor's small ops, in order; other nodes that they read are inputs.
+        outputs: nodes that have memory in the end.
+        facts: reader of the nodes.
     """
     ends, aliases = list(outputs), Aliases(nodes, facts)
     steps = Realization(nodes, ends, aliases).run()
@@ -64,7 +64,7 @@ def fuse(
 
 
 class _Emission:
-    """Makes kernels of their drafts: what each reads and makes, and whose memory it takes."""
+    """Turns drafts into kernels: inputs, values, and the memory these take."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class _Emission:
     def _finish(
         self, draft: KernelDraft, readers: Mapping[fx.Node, set[Any]], dying: set[fx.Node]
     ) -> None:
-        """Adds a kernel to the result: it makes what others and later loops of it read."""
+        """Adds a kernel to the result: its values are those that others or its later loops read."""
         inside: dict[fx.Node, list[fx.Node]] = {}  # what it reads -> the members that do
         for member, reads in draft.members.items():
             for r in dict.fromkeys(map(self._aliases.root, reads)):

@@ -1,10 +1,10 @@
-"""What an op allocates and frees again on a GPU, where that is not what the CPU's does.
+"""Transient memory of ops on a GPU, where it differs from the CPU's.
 
-Read in the kernels' sources, not measured: the tests have no GPU; `make gpu` compares. Which
-kernel computes an attention is what `dcpc.ops.attention` runs (`gpu_kernel`). The caching
-allocator's blocks are those of `allocator.py`. Not modelled: workspaces of cuBLAS (a constant: 32
-MiB on Hopper, 8 MiB before), of cuDNN's convolutions (its choice; copies of all operands stand for
-it), and of sums over a whole tensor (small).
+Read in the kernels' sources, not measured: the tests have no GPU; `make gpu` compares.
+`dcpc.ops.attention` names the kernel of each attention (`gpu_kernel`). The caching allocator's
+blocks are those of `allocator.py`. Not modelled: workspaces of cuBLAS (a constant: 32 MiB on
+Hopper, 8 MiB before), of cuDNN's convolutions (its choice; copies of all operands stand for it),
+and of sums over a whole tensor (small).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EFFICIENT_ROWS = 32  # and the efficient kernel its logsumexp
 
 
 def _kernel(call: CallFacts) -> str:
-    """Returns what computes an attention: "blocks", or what `dcpc.ops.attention` says of a GPU."""
+    """Returns the kernel of an attention on a GPU: "blocks", or a fused one's name."""
     query, value, mask = call.tensor("query"), call.tensor("value"), call.given("mask")
     width, sight = query.shape[3], attention.sight_of(call)
     name = kernel_name(
@@ -77,7 +77,7 @@ def _rounded(call: CallFacts) -> sympy.Expr:
 
 
 def _own(call: CallFacts) -> sympy.Expr:
-    """Returns what a fused kernel's backward holds besides its results."""
+    """Returns the bytes that a fused kernel's backward holds besides its results."""
     if _kernel(call) == "flash":
         return _accumulators(call)
     return _efficient_accumulators(call)

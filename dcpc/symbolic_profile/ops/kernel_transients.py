@@ -1,4 +1,4 @@
-"""What the CPU's kernels of losses, norms, order, indices, pads and transforms take for themselves.
+"""Transient memory of the CPU's losses, norms, sorts, indices, pads and transforms.
 
 As in `transients.py`: bytes allocated while an op runs and freed before it returns, beyond its
 outputs, measured with torch.profiler's allocator events (torch 2.13; float32, float64, bfloat16,
@@ -59,7 +59,7 @@ def cross_entropy_with_logits(widened: bool = True) -> Callable[[CallFacts], sym
     """Returns the formula: the log-sigmoid, of a copy where the input is strided; then the losses.
 
     Args:
-        widened: as of `loss`.
+        widened: whether half precision is widened, as for `loss`.
     """
 
     def formula(call: CallFacts) -> sympy.Expr:
@@ -174,7 +174,7 @@ def _bags(call: CallFacts) -> sympy.Expr:
 
 
 def _bags_backward(call: CallFacts) -> sympy.Expr:
-    """Of a maximum: what is added, and where; else an upper bound of the sorted indices."""
+    """Returns a maximum's added rows and their indices, else an upper bound of sorted indices."""
     if argument(call.node, "mode") == 2:
         grad, where = call.tensor("grad"), call.tensor("maximum_indices")
         return grad.size_bytes + where.size_bytes + grad.shape[0] * INDEX_BYTES
@@ -269,7 +269,7 @@ def _gradient_as_input(call: CallFacts) -> sympy.Expr:
 
 
 def _rolled(call: CallFacts) -> sympy.Expr:
-    """Of several dims, one after the other, what all but the last make."""
+    """Returns the bytes of all rolls but the last, one for each dim."""
     return (len(argument(call.node, "shifts")) - 1) * call.tensor("self").size_bytes
 
 
@@ -278,7 +278,7 @@ def _channels_last(x: TensorFacts) -> bool:
 
 
 def _unordered(*names: str) -> Callable[[CallFacts], sympy.Expr]:
-    """A dense copy of what is neither contiguous nor has its channels last."""
+    """Returns a formula: dense copies of inputs neither contiguous nor channels-last."""
 
     def formula(call: CallFacts) -> sympy.Expr:
         found = [call.tensor(name) for name in names]

@@ -1,4 +1,4 @@
-"""Which calls Inductor makes loops of, which of these are one kernel, and where values lie."""
+"""Groups loops into kernels as Inductor does, and tracks the memory that values lie in."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _LAZY = frozenset(
 
 
 class Aliases:
-    """Where the values of a list of calls lie.
+    """Memory that the values of a list of calls lie in.
 
     Args:
         nodes: the calls.
-        facts: reads the nodes.
+        facts: reader of the nodes.
 
     Attributes:
         own: the calls.
@@ -79,9 +79,9 @@ class KernelDraft:
     """A fused kernel while values are added to it.
 
     Attributes:
-        over: what it runs over.
-        members: values it makes -> what each reads.
-        level: of each value the loop that makes it: a reduction has an end before it is read.
+        over: key of its loops, see `_over`.
+        members: values it makes -> nodes that each reads.
+        level: value -> number of the loop that makes it: a reduction ends before it is read.
     """
 
     over: Any
@@ -90,7 +90,7 @@ class KernelDraft:
 
     @property
     def reads(self) -> dict[fx.Node, None]:
-        """All that its values are computed from."""
+        """Returns all nodes that its values are computed from."""
         return {r: None for reads in self.members.values() for r in reads}
 
 
@@ -98,7 +98,7 @@ class Loops:
     """Puts loops into kernels: those between two library calls that run over the same elements.
 
     Args:
-        aliases: where values lie.
+        aliases: memory that values lie in.
 
     Attributes:
         steps: library calls, views and drafts of kernels, in order.
@@ -145,7 +145,7 @@ class Loops:
 
 
 def _over(node: fx.Node, aliases: Aliases) -> Any:
-    """Returns what tells loops apart: elements, and whether leading dims are summed."""
+    """Returns a key that tells loops apart: elements, and whether leading dims are summed."""
     out = aliases.facts.of(node)[0]
     name = op_name(node).split("::")[1]
     if name in _ALONE:

@@ -1,4 +1,4 @@
-"""What oneDNN allocates for a convolution: an upper bound for the kernels of any x86 processor.
+"""Transient memory of oneDNN's convolutions: an upper bound for any x86 processor.
 
 oneDNN picks a kernel by processor, dtype and sizes. Each copies its operands into a layout of its
 own and takes a scratchpad, whose size its source tells: `init_scratchpad` and
@@ -45,7 +45,7 @@ def multiplies_tiles() -> bool:
 
 
 def halves() -> str:
-    """Returns in words what oneDNN computes in half precision here."""
+    """Returns in words which half-precision dtypes oneDNN computes on this processor."""
     tiles = " by tiles of AMX" if multiplies_tiles() else ""
     known = {"bfloat16" + tiles: torch.bfloat16, "float16": torch.float16}
     found = [name for name, dtype in known.items() if multiplies(dtype)]
@@ -58,19 +58,19 @@ class ConvolutionBytes(OfIntegers):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A convolution from `src` to `dst`, in numbers.
+    """Sizes of a convolution from `src` to `dst`.
 
     Attributes:
-        item_bytes: of an element.
-        threads: that it runs on.
-        samples: of the batch.
-        groups: of channels.
-        src: channels of a group, then spatial sizes.
-        dst: the same of what is made.
+        item_bytes: bytes of an element.
+        threads: threads that it runs on.
+        samples: size of the batch.
+        groups: number of groups of channels.
+        src: channels of a group of the input, then spatial sizes.
+        dst: channels of a group of the output, then spatial sizes.
         kernel: spatial sizes.
-        strides: of the kernel.
+        strides: steps of the kernel.
         pads: rows on each side.
-        dilations: of the kernel.
+        dilations: dilations of the kernel.
     """
 
     item_bytes: int
@@ -222,11 +222,11 @@ def _weight(w: Window) -> int:
 def onednn_bytes(
     item_bytes: int, threads: int, transposed: int, bias: int, grads: int, *sizes: int
 ) -> int:
-    """Returns the bytes that oneDNN takes beyond a convolution's operands and results.
+    """Returns oneDNN's bytes beyond a convolution's operands and results.
 
     Args:
-        item_bytes: of an element.
-        threads: that it runs on.
+        item_bytes: bytes of an element.
+        threads: threads that it runs on.
         transposed: 1 for a transposed convolution.
         bias: 1 where a bias is added.
         grads: 0 for forward; for backward 1 for the input's gradient, plus 2 for the weight's.

@@ -1,4 +1,4 @@
-"""Which values of a list of calls Inductor gives memory, and when; the others are computed again.
+"""Decides as Inductor does which values of a list of calls get memory; others are inlined.
 
 Follows torch 2.13, `_inductor/graph.py` (`run_node`) and `ir.py` (`StorageBox`).
 """
@@ -44,8 +44,8 @@ class Realization:
 
     Args:
         nodes: the calls.
-        outputs: what must have memory in the end.
-        aliases: where values lie; is told of views that are copies.
+        outputs: nodes that must have memory in the end.
+        aliases: memory that values lie in; views that are copies are added.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Realization:
         self._reuse(node)
 
     def _reuse(self, node: fx.Node) -> None:
-        """Gives memory to what is read more than once and is long or heavy, or reads very much.
+        """Gives memory to a value that is long or heavy and read twice, or that reads very much.
 
-        What is made of positions and constants alone never gets any here: Inductor would, but has
-        whoever reads it compute it again all the same (`ComputedBuffer.make_loader`).
+        A value of positions and constants alone never gets any here: Inductor gives it memory, but
+        its readers compute it again all the same (`ComputedBuffer.make_loader`).
         """
         lazy = self._lazy[node]
         if not lazy.reads:
@@ -110,7 +110,7 @@ class Realization:
             self._store(node)
 
     def _inputs(self, node: fx.Node) -> tuple[dict[fx.Node, None], int, bool]:
-        """Returns what a node reads if pointwise inputs are computed again, and their costs."""
+        """Returns the nodes read when pointwise inputs are inlined, and their ops and weight."""
         reads: dict[fx.Node, None] = {}
         ops, heavy = 0, False
         for i in node.all_input_nodes:
@@ -124,7 +124,7 @@ class Realization:
         return reads, ops, heavy
 
     def _store_all(self, node: fx.Node) -> None:
-        """Gives memory to what a call reads.
+        """Gives memory to the inputs of a call.
 
         Our ops' operands lie as in the graph (`codegen/variant/backends.py`), which Inductor brings
         about by a copy for the one call. Of a pointwise value computed from one other that is all

@@ -1,4 +1,4 @@
-"""What an op allocates and frees again while it runs, beyond its outputs: one line an op.
+"""Transient memory of ops on the CPU, beyond their outputs: one line an op.
 
 Measured on the CPU with torch.profiler's allocator events, torch 2.13, float32; a line holds for
 the layouts named in it. Losses, order, indices, pads, pools and transforms have theirs in
@@ -65,14 +65,14 @@ def _group_norm_backward(call: CallFacts) -> sympy.Expr:
 
 
 def _safe_softmax(call: CallFacts) -> sympy.Expr:
-    """What a softmax takes, and then which scores are -inf, and which rows are so throughout."""
+    """Returns the bytes of a softmax's copy, or of flags of scores and rows that are -inf."""
     x = call.tensor("self")
     hidden = x.numel + x.numel / x.shape[argument(call.node, "dim")]
     return larger(copies("self")(call), hidden)
 
 
 def _halo(call: CallFacts) -> sympy.Expr:
-    """What is sent and what comes: rows of neighbours."""
+    """Returns the bytes of neighbours' rows that are sent and received."""
     return 2 * halo_bytes(call.node, call.facts)
 
 
@@ -114,9 +114,9 @@ def _all_gather(call: CallFacts) -> sympy.Expr:
 
 
 def _reduce_scatter(call: CallFacts) -> sympy.Expr:
-    """All that is sent, packed, and what comes, a piece from every rank.
+    """Returns the bytes sent, packed, and those received, a piece from every rank.
 
-    The result is made when what was sent is gone; zigzag pieces are copied to be sent.
+    The result is made after the sent bytes are freed; zigzag pieces are copied to be sent.
     """
     x, ranks = call.tensor("x"), ranks_of(argument(call.node, "group"))
     copies = 2 if argument(call.node, "zigzag") else 1
@@ -124,7 +124,7 @@ def _reduce_scatter(call: CallFacts) -> sympy.Expr:
 
 
 def _all_to_all(call: CallFacts) -> sympy.Expr:
-    """All that is sent, packed, beside what comes; then what came beside the result."""
+    """Returns the bytes sent, packed, beside those received, which then lie beside the result."""
     held = larger(call.inputs_bytes, call.output_bytes)
     return held + call.inputs_bytes if argument(call.node, "scatter_zigzag") else held
 
@@ -138,7 +138,7 @@ def _gather_rows(call: CallFacts) -> sympy.Expr:
 
 
 def _sum_rows(call: CallFacts) -> sympy.Expr:
-    """What comes of all gradients, and what is sent where that is no gradient as it lies."""
+    """Returns the bytes of the received gradients, and of the sent ones where these are copied."""
     ranks = argument(call.node, "ranks")
     rows = call.facts.of(call.node)[:-1]
     given = [call.facts.of(n)[0] for n in argument(call.node, "gradients")]
@@ -231,7 +231,7 @@ def _promoted(call: CallFacts) -> sympy.Expr:
 
 
 def _compared(given: Sequence[Any]) -> torch.dtype:
-    """The dtype in which two operands of a comparison are compared; bool for one alone."""
+    """Returns the dtype in which two operands of a comparison are compared; bool for one alone."""
     values = [x.meta["val"] if isinstance(x, fx.Node) else x for x in given[:2]]
     known = len(values) == 2 and all(isinstance(x, torch.Tensor | float | int) for x in values)
     return torch.result_type(*values) if known else torch.bool
@@ -246,7 +246,7 @@ def transient_bytes(
 
     Args:
         node: an ATen or collective call.
-        facts: reads its values.
+        facts: reader of its values.
         threads: threads an op runs on.
         gpu: capability of the GPU whose kernels ops run; None: they run the CPU's.
     """

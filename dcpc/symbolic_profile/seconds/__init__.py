@@ -1,1 +1,1 @@
-"""What work takes on a device: hardware, calibrated fits, time."""
+"""Seconds of work on a device: hardware, calibrated fits, time."""

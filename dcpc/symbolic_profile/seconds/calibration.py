@@ -1,4 +1,4 @@
-"""A calibration as a JSON file, and the refusal of one that is of something else."""
+"""A calibration as a JSON file, and the refusal of one for something else."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)
 
 @dataclass(frozen=True, slots=True)
 class CalibrationKey:
-    """What a calibration is of: it says nothing about anything else.
+    """Model, device and settings that a calibration holds for.
 
     Attributes:
         device: name in the table of devices.
-        machine: what the device really is, with the threads that an op of the CPU runs on.
+        machine: name of the real device, with the threads that an op of the CPU runs on.
         world: ranks that the collectives were measured on.
-        dtype: what most products are computed in.
+        dtype: dtype of most products.
         backend: "eager" or "inductor".
-        torch: its version, which the kernels come with.
+        torch: version of torch, which brings the kernels.
         graphs: hash of each trace of the model.
     """
 
@@ -43,11 +43,11 @@ class CalibrationKey:
     graphs: tuple[str, ...]
 
     def differences(self, wanted: CalibrationKey, anywhere: bool) -> list[str]:
-        """Returns what is not as wanted, in words.
+        """Returns a text for each field that is not as wanted.
 
         Args:
-            wanted: of the plan that is to use it.
-            anywhere: whether it is for a plan that another machine will run.
+            wanted: key of the plan that is to use the calibration.
+            anywhere: whether the plan is for another machine.
         """
         skipped = {"machine"} if anywhere else set()
         return [
@@ -66,9 +66,9 @@ class CalibratedPoint:
     """One size at which two blocks of the model ran.
 
     Attributes:
-        sizes: batch included.
-        measured_s: forward and backward.
-        predicted_s: by the fits.
+        sizes: dim -> size, batch included.
+        measured_s: seconds of forward and backward.
+        predicted_s: seconds by the fits.
     """
 
     sizes: Mapping[str, int]
@@ -78,13 +78,13 @@ class CalibratedPoint:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What `dcpc calibrate` found.
+    """Result of `dcpc calibrate`.
 
     Attributes:
-        key: what of.
+        key: model, device and settings it holds for.
         fits: seconds of each class of calls and of collectives.
-        points: where it was measured, and how well the fits say it.
-        seconds_s: that calibrating took.
+        points: measured points, with the error of the fits at each.
+        seconds_s: seconds that calibrating took.
     """
 
     key: CalibrationKey
@@ -122,11 +122,11 @@ class Calibration:
 
     @classmethod
     def read(cls, file: str | Path) -> Calibration:
-        """Returns what `write` wrote.
+        """Returns the calibration in a file that `write` wrote.
 
         Raises:
-            ProfileError: there is no such file, it is of another version, no calibration, or not
-                what was written.
+            ProfileError: there is no such file, it has another version or is no calibration, or it
+                was edited.
         """
         try:
             data = json.loads(Path(file).read_text(encoding="utf-8"))
@@ -165,8 +165,8 @@ class Calibration:
         """Refuses a calibration of something else.
 
         Args:
-            wanted: of the plan that is to use it.
-            anywhere: whether it is for a plan that another machine will run.
+            wanted: key of the plan that is to use it.
+            anywhere: whether the plan is for another machine.
 
         Raises:
             ProfileError: names each difference.
@@ -180,7 +180,7 @@ class Calibration:
 
 
 def machine(device: torch.device) -> str:
-    """Returns what a device really is: a GPU's name; a processor's, and torch's threads."""
+    """Returns the name of the real device: the GPU; the processor and torch's threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_processor()}, {torch.get_num_threads()} threads"
@@ -194,7 +194,7 @@ def _processor() -> str:
 
 
 def _digest(data: Mapping[str, Any]) -> str:
-    """Returns what tells contents apart, however they are laid out in the file."""
+    """Returns a digest of contents, however they are laid out in the file."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""What calibration found: seconds of each class of calls, and of collectives, on a real device."""
+"""Fits of a calibration: seconds of each class of calls, and of collectives, on a real device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STEEPEST = -2.0
 
 @dataclass(frozen=True, slots=True)
 class CallKind:
-    """What the seconds of a call depend on besides its FLOPs and bytes; attributes as of `Work`."""
+    """Properties of a call, besides FLOPs and bytes, that its seconds depend on; as in `Work`."""
 
     op_class: str
     forward: bool
@@ -32,17 +32,17 @@ class CallKind:
 class ClassFit:
     """Seconds of one call of a class: launch_s + FLOPs * s_per_flop + bytes * s_per_byte.
 
-    Bytes beyond `near_bytes` cost `s_per_far_byte` more: what no longer lies in a cache.
+    Bytes beyond `near_bytes` cost `s_per_far_byte` more: they no longer lie in a cache.
 
     Attributes:
-        op_class: as `ir.Work` says.
+        op_class: class of ops, as in `ir.Work`.
         forward: whether of the forward graph; backward's products read transposed operands.
         dtype: element type.
-        launch_s: seconds a call takes at least, its share of the views around it included.
-        s_per_flop: 0 for classes bound by memory alone.
-        s_per_byte: 0 for classes bound by arithmetic alone.
-        near_bytes: that a call moves before more of them cost more.
-        s_per_far_byte: in addition to `s_per_byte`.
+        launch_s: minimum seconds of a call, its share of the views around it included.
+        s_per_flop: seconds a FLOP; 0 for classes bound by memory alone.
+        s_per_byte: seconds a byte; 0 for classes bound by arithmetic alone.
+        near_bytes: bytes of a call beyond which bytes cost more.
+        s_per_far_byte: seconds of such a byte in addition to `s_per_byte`.
         knots: (FLOPs a byte, seconds a FLOP), ascending, in place of all of these but `launch_s`,
             with straight lines between the logarithms: attention's kernel takes larger blocks at
             longer lengths; below the first the line goes on, where calls take ever more a FLOP;
@@ -83,10 +83,10 @@ class CollectiveFit:
     """Seconds of one collective: alpha_s + bytes sent * s_per_byte, its local copies included.
 
     Attributes:
-        op: such as "dcpc::all_to_all".
-        ranks: of the group.
-        alpha_s: seconds at least.
-        s_per_byte: of what this rank sends.
+        op: name, such as "dcpc::all_to_all".
+        ranks: ranks of the group.
+        alpha_s: minimum seconds.
+        s_per_byte: seconds for each byte that this rank sends.
     """
 
     op: str

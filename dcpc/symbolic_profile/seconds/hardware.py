@@ -1,7 +1,7 @@
-"""What devices and their links can do; each constant's unit is in its name, its source here.
+"""Rates of devices and their links; each constant's unit is in its name, its source here.
 
 Figures of data sheets are peaks: seconds predicted from them are a lower bound, and the order of
-two plans is more to be trusted than either's seconds. "assumed" marks what no source gives.
+two plans is more to be trusted than either's seconds. "assumed" marks a figure without a source.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class Device:
     """One rank's device.
 
     Attributes:
-        name: what a person calls it, and `find` looks up.
+        name: name to show a person, which `find` looks up.
         flops_per_s: (dtype, FLOP/s) of dense matmuls.
         vector_flops_per_s: FLOP/s of everything but matmuls, float32.
         memory_bytes_per_s: bytes read or written in a second.
-        memory_bytes: bytes it has.
-        launch_s: seconds an op takes at least.
+        memory_bytes: memory of the device.
+        launch_s: minimum seconds of an op.
         node_ranks: ranks that `inside` joins; a larger group uses `across`.
         inside: link within a node.
         across: link between nodes.
         overlaps: whether it sends while it computes, as a GPU does.
         gpu: whether ops run a GPU's kernels, which need other memory than the CPU's.
-        capability: of a GPU, as NVIDIA counts: which kernels there are for it.
-        fits: what `dcpc calibrate` measured on it; None: seconds are the figures' roofline.
+        capability: compute capability of a GPU (NVIDIA's number): kernels exist by it.
+        fits: measurements of `dcpc calibrate`; None: seconds are the figures' roofline.
         communicator_bytes: memory that each process group of a rank takes beside torch's.
     """
 
@@ -72,7 +72,7 @@ class Device:
 
     @property
     def block_bytes(self) -> int:
-        """What a tensor's bytes are rounded up to; of a CPU's memory what is asked for counts."""
+        """Returns the unit that a tensor's bytes are rounded up to; 1 on a CPU."""
         return BLOCK_BYTES if self.gpu else 1
 
     @property
@@ -98,12 +98,12 @@ class Device:
         return self.inside if ranks <= self.node_ranks else self.across
 
     def all_reduce_s(self, size_bytes: float, ranks: int, span: int = 0) -> float:
-        """Returns the seconds of a sum over ranks, sent around as a ring.
+        """Returns the seconds of a sum over ranks as a ring.
 
         Args:
-            size_bytes: of what each rank adds.
-            ranks: that add it.
-            span: ranks that they lie among, others between them; 0: they are neighbours.
+            size_bytes: bytes that each rank adds.
+            ranks: number of ranks that add.
+            span: ranks from the first to the last of them, others between; 0: they are neighbours.
         """
         if ranks == 1:
             return 0.0
@@ -241,7 +241,7 @@ def detect() -> Device:
 
 
 def calibrated(device: Device, fits: Fits) -> Device:
-    """Returns the device with what was measured on it in place of its data sheet's figures."""
+    """Returns the device with measured figures in place of its data sheet's."""
     table = {**dict(device.flops_per_s), **dict(fits.flops_per_s)}
     return replace(
         device,

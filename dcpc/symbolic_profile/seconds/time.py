@@ -29,10 +29,10 @@ class RateTable:
     """Seconds a FLOP, a byte moved, a byte sent and at least, of some calls on a device.
 
     Args:
-        calls: what they are.
-        device: what they run on.
-        start_s: what the start of a collective, and each wait of a ring, counts; None: the seconds
-            that it takes.
+        calls: kinds of the calls.
+        device: device that runs them.
+        start_s: seconds to count for the start of a collective, and for each wait of a ring; None:
+            as many as it takes.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Roofline:
 
     Args:
         work: groups of equal calls.
-        basis: holds every monomial of their costs.
+        basis: basis with every monomial of their costs.
     """
 
     def __init__(self, work: Sequence[Work], basis: Basis) -> None:
@@ -90,7 +90,7 @@ class Roofline:
 
         Args:
             monomials: value of each monomial of the basis; `[monomials]` or `[monomials, points]`.
-            device: what they run on.
+            device: device that runs them.
 
         Returns:
             `[groups]` or `[groups, points]`.

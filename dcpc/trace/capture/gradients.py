@@ -80,14 +80,14 @@ def refuse_writes(exported: ExportedProgram) -> None:
 def without_input_writes(
     gm: fx.GraphModule, exported: ExportedProgram, names: Sequence[str]
 ) -> None:
-    """Drops what forward wrote to its inputs from the values that a graph returns, with a warning.
+    """Drops values that forward wrote to its inputs from a graph's outputs, with a warning.
 
     The graph computes with the written values, as a functional one does; a caller's tensors stay.
 
     Args:
         gm: a copy of the program's graph; changed.
         exported: the functional program.
-        names: those of the inputs, in its order.
+        names: names of the inputs, in its order.
     """
     signature, output = exported.graph_signature, gm.graph.output_node()
     returned: Any = output.args[0]

@@ -1,4 +1,4 @@
-"""What each stage does in a step, in its order, and what that costs: frozen data.
+"""Actions of each stage in a step, in order, and their costs: frozen data.
 
     F i    forward of micro-batch i: takes what the stage before sent, sends on
     B i    backward: takes the gradients that the next stage sent, sends its own back
@@ -19,11 +19,11 @@ KINDS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 
 
 class Action(NamedTuple):
-    """One thing that a stage does.
+    """One action of a stage.
 
     Attributes:
-        kind: of `KINDS`.
-        micro_batch: its number in the step.
+        kind: one of `KINDS`.
+        micro_batch: number of the micro-batch in the step.
     """
 
     kind: str
@@ -74,7 +74,7 @@ class PipelineSchedule:
         """Returns the schedule of some of its micro-batches, which are numbered anew.
 
         Args:
-            kept: their numbers, ascending.
+            kept: numbers of the micro-batches, ascending.
         """
         number = {i: new for new, i in enumerate(kept)}
         orders = (
@@ -88,22 +88,22 @@ class PipelineSchedule:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What one stage takes for one micro-batch with one setting of recompute.
+    """Costs of one micro-batch on one stage with one setting of recompute.
 
-    A stage "holds" what it keeps from the end of a forward to the begin of its backward.
+    A stage "holds" the bytes it keeps from the end of a forward to the start of its backward.
 
     Attributes:
-        forward_s: seconds.
+        forward_s: seconds of forward.
         backward_s: seconds of the whole backward, recompute included.
-        weight_s: seconds of it that may run later (W); 0: the backward is not split.
-        held_bytes: kept from forward to backward.
-        forward_bytes: most during forward, beside what the stage holds of other micro-batches.
-        backward_bytes: most during backward, likewise; what is held of this one included.
-        weight_bytes: kept from I to W.
-        input_bytes: most during I, as `backward_bytes`.
-        work_bytes: most during W, likewise; what is kept from I included.
-        sent_held_bytes: of what it sends on, the part that it holds anyway.
-        back_kept_bytes: of what I sends back, the part that it keeps for W anyway.
+        weight_s: seconds of the part that may run later (W); 0: the backward is not split.
+        held_bytes: bytes kept from forward to backward.
+        forward_bytes: peak during forward, beside the bytes held for other micro-batches.
+        backward_bytes: peak during backward, likewise; this one's held bytes included.
+        weight_bytes: bytes kept from I to W.
+        input_bytes: peak during I, as `backward_bytes`.
+        work_bytes: peak during W, likewise; bytes kept from I included.
+        sent_held_bytes: bytes of the message to the next stage that it holds anyway.
+        back_kept_bytes: bytes of the message of I that it keeps for W anyway.
     """
 
     forward_s: float
@@ -119,7 +119,7 @@ class StageCost:
     back_kept_bytes: float = 0.0
 
     def most_bytes(self, kind: str) -> float:
-        """Returns the most bytes during an action, beside what the stage holds of others."""
+        """Returns the peak during an action, beside the bytes held for others."""
         if kind == FORWARD:
             return self.forward_bytes
         if kind == BACKWARD:
@@ -136,13 +136,13 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """What a micro-batch costs between two neighbouring stages.
+    """Costs of a micro-batch's messages between two neighbouring stages.
 
     Attributes:
         forward_s: seconds on the wire, to the later stage.
         backward_s: seconds on the wire, back.
-        forward_bytes: of what is sent to the later stage.
-        backward_bytes: of what is sent back.
+        forward_bytes: bytes sent to the later stage.
+        backward_bytes: bytes sent back.
     """
 
     forward_s: float = 0.0
@@ -159,7 +159,7 @@ class PipelineWork:
         costs: [stage][micro-batch][setting]; the first setting is the fastest, later ones hold
             less.
         hops: [stage][micro-batch], from the stage to the next one; one fewer than stages.
-        memory_bytes: of each stage, for activations (parameters and their like taken off).
+        memory_bytes: memory of each stage for activations (parameters and their like taken off).
     """
 
     costs: tuple[tuple[tuple[StageCost, ...], ...], ...]

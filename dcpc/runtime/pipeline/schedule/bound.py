@@ -5,7 +5,7 @@ forward cannot begin before the stages before it have run (its head), and after 
 yet to run (its tail); likewise a backward. The earliest end of such a machine, if it may interrupt
 its jobs at no cost, is Jackson's rule: always the ready job with the longest tail.
 
-Memory: what stage s holds of micro-batch i it holds at least while later stages run i. Bytes times
+Memory: stage s holds its bytes of micro-batch i at least while later stages run i. Bytes times
 seconds of all micro-batches fit into its memory times the seconds in which it holds anything.
 Recompute makes the first smaller and the seconds more, so for any share x in [0, 1]
 
@@ -30,8 +30,8 @@ class PipelineBound:
     """The best of the bounds.
 
     Attributes:
-        seconds_s: no schedule is faster.
-        binds: what makes it so, as text.
+        seconds_s: lower bound of the seconds of any schedule.
+        binds: reason for the bound, as text.
     """
 
     seconds_s: float
@@ -43,12 +43,12 @@ class _Least:
     """Least seconds of one stage, by micro-batch, settings free.
 
     Attributes:
-        forward: of the forward.
-        inputs: of what others wait for in the backward.
-        weights: of the rest.
-        head: before the forward can begin.
-        between: from the end of the forward to the begin of the backward.
-        tail: from the end of what others wait for to the end of the step.
+        forward: seconds of the forward.
+        inputs: seconds of the input gradients, which others wait for.
+        weights: seconds of the rest of the backward.
+        head: seconds before the forward can begin.
+        between: seconds from the end of the forward to the start of the backward.
+        tail: seconds from the end of the input gradients to the end of the step.
     """
 
     forward: list[float]
@@ -138,7 +138,7 @@ def _jackson_s(stage: _Least) -> float:
 
 
 def _memory_s(work: PipelineWork, stage: _Least, s: int) -> float:
-    """Returns the seconds that memory forces, with what the stage computes for less of it."""
+    """Returns the seconds that memory forces, with the recompute that needs less of it."""
     size = work.memory_bytes[s]
     if not 0 < size < inf:
         return 0.0

@@ -31,8 +31,8 @@ def check(schedule: PipelineSchedule, micro_batches: int) -> None:
     """Returns if the schedule runs to its end on any timing.
 
     Args:
-        schedule: of all stages.
-        micro_batches: that the step has.
+        schedule: schedule of all stages.
+        micro_batches: number of micro-batches of the step.
 
     Raises:
         PlanError: an action is missing, is there twice or comes too early; two neighbours have
@@ -71,7 +71,7 @@ def check(schedule: PipelineSchedule, micro_batches: int) -> None:
 
 
 def waits_for(action: Action, stage: int, stages: int) -> tuple[int, str] | None:
-    """Returns the stage and the side ("F" or "B") of what an action receives; None: nothing."""
+    """Returns the stage and the side ("F" or "B") that sends to an action; None: none does."""
     if action.kind == FORWARD:
         return (stage - 1, FORWARD) if stage > 0 else None
     if action.kind in (BACKWARD, BACKWARD_INPUT):
@@ -82,7 +82,7 @@ def waits_for(action: Action, stage: int, stages: int) -> tuple[int, str] | None
 def blocked(schedule: PipelineSchedule) -> list[tuple[int, Action]]:
     """Returns (stage, action) at which each stage waits for ever; empty: the schedule ends.
 
-    Takes away actions that wait for nothing (Kahn): a circle is what is left.
+    Removes actions that wait for nothing (Kahn): the rest is a circle.
     """
     stages = schedule.stages
     at = [0] * stages

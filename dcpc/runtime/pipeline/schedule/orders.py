@@ -44,8 +44,8 @@ def adaptive(
 ) -> PipelineSchedule | None:
     """Returns DynaPipe's order: in each cycle a stage runs one backward and one forward.
 
-    It runs what is there at the begin of the cycle, backwards first; a forward waits where memory
-    is short. What it sends is there in the next cycle.
+    A stage runs an action whose message is there at the start of the cycle, backwards first; a
+    forward waits where memory is short. Its own message is there in the next cycle.
 
     Source: DynaPipe (EuroSys 2024), section 5.
 

@@ -1,10 +1,10 @@
-"""Runs a schedule on its costs: when each action begins, and what each stage holds at each time.
+"""Simulates a schedule on its costs: the start of each action, each stage's bytes over time.
 
 A stage runs its actions in order, each as soon as the one before has ended and its message is here.
 The executor posts the receive of an action when the action before it begins; a message is on the
 wire from then, or from when it is sent. From the post on its bytes are the receiver's. They are the
-sender's until it takes a message of the receiver that was made after this one was taken: what has
-arrived is known by nothing else.
+sender's until it takes a message of the receiver that was made after this one was taken: nothing
+else tells the sender of the arrival.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class RanAction:
     """An action with its seconds from the begin of the step.
 
     Attributes:
-        action: what ran.
-        begin_s: when it began.
-        end_s: when it ended.
-        arrival_s: when what it received was there; 0: it receives nothing.
+        action: action that ran.
+        begin_s: start of the action.
+        end_s: end of the action.
+        arrival_s: arrival of its message; 0: it has none.
     """
 
     action: Action
@@ -51,8 +51,8 @@ class PipelineReplay:
     """A simulated step.
 
     Attributes:
-        ran: of each stage, in order.
-        held: of each stage: (seconds, bytes from then on), ascending.
+        ran: for each stage: its actions, in order.
+        held: for each stage: (seconds, bytes from then on), ascending.
         makespan_s: end of the last action.
     """
 
@@ -79,11 +79,11 @@ class PipelineReplay:
 
 
 def replay(work: PipelineWork, schedule: PipelineSchedule) -> PipelineReplay:
-    """Returns when everything runs and what is held.
+    """Returns the times of all actions, and the bytes held.
 
     Args:
-        work: costs.
-        schedule: one that `check` lets pass.
+        work: costs of the step.
+        schedule: schedule that `check` lets pass.
 
     Raises:
         PlanError: stages wait for each other.
@@ -138,7 +138,7 @@ def _run(
     mine: list[RanAction],
     sent: list[tuple[Sent, Sent]],
 ) -> bool:
-    """Runs what a stage can go on with; returns whether that is anything."""
+    """Runs the actions that a stage can; returns whether there was one."""
     settings, begin = schedule.settings[s], len(mine)
     end_s = mine[-1].end_s if mine else 0.0
     post_s = mine[-1].begin_s if mine else 0.0
@@ -159,7 +159,7 @@ def _run(
 def _message(
     work: PipelineWork, s: int, action: Action, sent: list[tuple[Sent, Sent]]
 ) -> tuple[float, float] | None:
-    """Returns when what an action receives was made, and its seconds on the wire.
+    """Returns when an action's message was made, and its seconds on the wire.
 
     None: it is not made yet; -1: there is nothing to receive.
     """
@@ -180,7 +180,7 @@ def _changes(
     ran: tuple[tuple[RanAction, ...], ...],
     stage: int,
 ) -> Changes:
-    """Returns what a stage takes and gives back, and when."""
+    """Returns the bytes that a stage allocates and frees, with the times."""
     found: Changes = []
     post_s = 0.0
     for r in ran[stage]:
@@ -210,10 +210,10 @@ def _unsent(
     ran: tuple[tuple[RanAction, ...], ...],
     stage: int,
 ) -> Changes:
-    """Returns the bytes that a stage has sent and of which it does not know that they arrived.
+    """Returns the bytes of sent messages of whose arrival a stage does not know.
 
-    What it has anyway meanwhile is left out. Messages each way come in the order in which they are
-    taken, so one look at each is enough.
+    Bytes that it holds anyway meanwhile are left out. Messages each way come in the order in which
+    they are taken, so one look at each is enough.
     """
     found: Changes = []
     for peer in (stage - 1, stage + 1):
@@ -246,7 +246,7 @@ def _unsent(
 
 
 def _curve(changes: Changes) -> tuple[tuple[float, float], ...]:
-    """Returns the bytes held from each time on; what ends at a time goes before what begins."""
+    """Returns the bytes held from each time on; at one time frees come first."""
     changes.sort()
     times_s, sizes = zip(*changes, strict=True) if changes else ((), ())
     return tuple(zip(times_s, accumulate(sizes), strict=True))

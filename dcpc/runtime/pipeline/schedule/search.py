@@ -33,11 +33,11 @@ class FoundSchedule:
     """The best schedule.
 
     Attributes:
-        schedule: passes `check`.
-        replay: when everything runs.
-        bound: no schedule of these micro-batches is faster.
-        made_by: the candidate that it came from.
-        simulated: actions that the search simulated.
+        schedule: schedule that passes `check`.
+        replay: times of all actions.
+        bound: lower bound of any schedule of these micro-batches.
+        made_by: name of the candidate that it came from.
+        simulated: number of actions that the search simulated.
     """
 
     schedule: PipelineSchedule
@@ -62,7 +62,7 @@ def search(
         work: costs of the step.
         split: whether weight gradients may run apart from the rest of a backward.
         limit: simulated actions after which the search ends; 0: a few candidates alone.
-        seed: of the random changes.
+        seed: seed of the random changes.
 
     Raises:
         PlanError: a micro-batch does not fit alone on a stage with all recompute.
@@ -110,7 +110,7 @@ def sequences(work: PipelineWork) -> dict[str, list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """What a wait-free order is made from."""
+    """The input from which a wait-free order is made."""
 
     sequence: tuple[int, ...]
     settings: tuple[tuple[int, ...], ...]
@@ -119,12 +119,12 @@ class _Point:
 
     @property
     def recompute(self) -> int:
-        """How often a stage takes a further setting."""
+        """Number of steps of recompute beyond the fastest settings."""
         return sum(map(sum, self.settings))
 
 
 class _Tries:
-    """The best schedule so far, and what it took."""
+    """The best schedule so far, and the cost of the search."""
 
     def __init__(self, work: PipelineWork, split: bool, limit: int) -> None:
         self.work, self.limit = work, limit
@@ -156,7 +156,7 @@ class _Tries:
 
     @property
     def room(self) -> tuple[float, ...]:
-        """Each stage's memory, less what is left for messages."""
+        """Returns each stage's memory, less the reserve for messages."""
         return tuple(a - b for a, b in zip(self.work.memory_bytes, self.spare, strict=True))
 
     def begin(self) -> None:

@@ -27,16 +27,16 @@ class _FlowCost(NamedTuple):
     """A `StageCost` as the simulation reads it.
 
     Attributes:
-        forward_s: seconds.
-        backward_s: of the whole backward.
-        input_s: of its first part.
-        weight_s: of its second one.
+        forward_s: seconds of forward.
+        backward_s: seconds of the whole backward.
+        input_s: seconds of backward's first part.
+        weight_s: seconds of its second part.
         held: bytes between forward and backward.
-        forward: most bytes during forward.
-        beside: most bytes during backward, less those held.
-        apart: most bytes during either part.
+        forward: peak during forward, bytes.
+        beside: peak during backward, bytes, less those held.
+        apart: peak during either part, bytes.
         kept: bytes between the parts.
-        more: most bytes during the second part, less those kept.
+        more: peak during the second part, bytes, less those kept.
     """
 
     forward_s: float
@@ -75,13 +75,13 @@ class WaitFree:
     so memory never makes stages wait for each other.
 
     Args:
-        work: costs.
+        work: costs of the step.
         split: whether weight gradients run apart from the rest of a backward.
 
     Attributes:
-        work: the same.
-        split: the same.
-        simulated: actions so far.
+        work: costs of the step.
+        split: whether weight gradients run apart from the rest of a backward.
+        simulated: number of actions simulated so far.
     """
 
     def __init__(self, work: PipelineWork, split: bool = False) -> None:
@@ -103,9 +103,9 @@ class WaitFree:
 
         Args:
             sequence: micro-batches in order.
-            settings: [stage][micro-batch], the least that is recomputed.
-            caps: most micro-batches that each stage holds.
-            spare_bytes: of each stage's memory, left for messages.
+            settings: least recompute, [stage][micro-batch].
+            caps: maximum of micro-batches that each stage holds.
+            spare_bytes: bytes of each stage's memory, reserved for messages.
             more: whether more than the least may be recomputed: as little as leaves room for as
                 many micro-batches as 1F1B holds there, each with all recompute; where none does so,
                 as much as there is.
@@ -139,13 +139,13 @@ class _Lane:
     """A stage of the simulation; micro-batches are numbered by their place in the sequence.
 
     Attributes:
-        order: what it has run.
-        free_s: when that ends.
-        left_s: seconds that it has to run, at the least.
-        forward_s: when the stage before ended each forward.
-        backward_s: when the next one ended each backward; None on the last stage.
+        order: actions that it has run.
+        free_s: end of the last of them.
+        left_s: least seconds that it has to run.
+        forward_s: end of each forward on the stage before.
+        backward_s: end of each backward on the next stage; None on the last stage.
         forward_wire_s: seconds of each message from the stage before.
-        backward_wire_s: of those from the next one.
+        backward_wire_s: seconds of each message from the next stage.
         split: whether backwards may run in two parts.
         more: whether more than the least may be recomputed.
     """
@@ -234,7 +234,7 @@ class _Lane:
         return fits
 
     def _backward(self, now_s: float) -> str:
-        """Runs a backward, in two parts where memory has room for what lives between them."""
+        """Runs a backward, in two parts where memory has room for the values between them."""
         n = self._backwards
         cost = self._costs[n]
         left = self._room - self._held + cost.held

@@ -30,7 +30,7 @@ _MOST_BINS = 64
 
 
 class _Needs:
-    """What sequences take at least, by amounts of room, [amount, length]."""
+    """Least seconds of sequences, by amounts of room, [amount, length]."""
 
     def __init__(self, work: PackedWork) -> None:
         self._counts, picks = _alike(work.lengths)
@@ -48,7 +48,7 @@ class _Needs:
 
     @property
     def longest_s(self) -> float:
-        """Seconds of the sequence that takes longest at its fastest."""
+        """Seconds of the slowest sequence on its fastest kind."""
         return float(self._alone_s.min(axis=0).max())
 
     def averaged_s(self, step_s: float) -> float:

@@ -34,13 +34,13 @@ _AGAINST = 1e5
 
 
 def evolved(work: PackedWork, best: PackedDraft, turns: Iterable[int], seed: int) -> PackedDraft:
-    """Returns the micro-batches that end earliest of those found, or those given.
+    """Returns the micro-batches found that end earliest, or `best`.
 
     Args:
-        work: the batch.
+        work: sequences of the batch.
         best: micro-batches to begin with.
-        turns: as many as there are to be.
-        seed: of chance.
+        turns: one entry for each turn to search.
+        seed: seed of the random choices.
     """
     best_s = float(best.ends_s().max())
     target_s, random = best_s * (1 - _BELOW), np.random.default_rng(seed)

@@ -79,7 +79,7 @@ class PackedDraft:
 def filled(layout: Layout) -> PackedDraft:
     """Returns the micro-batches of a layout with every short sequence in one.
 
-    What finds no room within the layout's seconds goes where it ends earliest.
+    Sequences without room within the layout's seconds go where they end earliest.
     """
     work, filling = layout.work, _ShortFilling(layout)
     short = range(work.long, len(work.lengths))
@@ -179,9 +179,9 @@ def _empty(work: PackedWork, number: int, first: int) -> Bin:
 
 
 class _Squeezing:
-    """Puts what is left where it ends earliest, in a micro-batch with room or in a new one.
+    """Puts each remaining sequence where it ends earliest, in a micro-batch with room or a new one.
 
-    A rank ends what it was given later than before: ranks that wait for it are not asked again.
+    A rank with more work ends later: ranks that wait for it are not computed again.
     """
 
     def __init__(self, draft: PackedDraft, left: int) -> None:

@@ -1,18 +1,18 @@
-"""What ranks take up of the short sequences in some seconds, as if these were a liquid.
+"""Tokens of short sequences that ranks can run in some seconds, as if these were a liquid.
 
 A group of the base degree that has R seconds left runs k micro-batches, which leave R - k*fixed_s
-for tokens, and have room for k times what one holds. So it takes up
+for tokens, and have room for k times the tokens of one. So it takes up
 
     A(R) = max over k of min((R - k*fixed_s) / pace_s, k*tokens),
 
 which rises, and is level where one more micro-batch does not pay for its launch yet. A group of
 another kind that has R seconds and W tokens of room in micro-batches it has already launched takes
-b tokens into these, and its ranks what they take up in what is left:
+b tokens into these, and its ranks take up A of the seconds left:
 
     B(R, W) = max over b of b + A(R - b*pace_s).
 
 Both are piecewise linear, so the best b is 0, all there is room for, or it leaves the ranks just
-what fills whole micro-batches.
+enough to fill whole micro-batches.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ShortFluid:
         return np.asarray(np.interp(left_s, self._at, self._tokens))
 
     def group_tokens(self, left_s: Floats, room: Floats, kind: Integers) -> tuple[Floats, Floats]:
-        """Returns B of groups, and the b of each; -inf: there was no time for what they run.
+        """Returns B of groups, and the b of each; -inf: a group has no time for its own sequences.
 
         Args:
             left_s: seconds that each group has left.

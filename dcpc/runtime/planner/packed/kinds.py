@@ -4,9 +4,9 @@ A micro-batch whose sequences have lengths l takes
 
     fixed_s + sum of l * token_s(l)
 
-seconds on its ranks: what a launch costs, and what the tokens of each sequence cost. A token of a
-longer one has more others to attend to; that of a very short one pays more for the calls by which
-attention works through each sequence by itself, where it does (on a CPU).
+seconds on its ranks: those of a launch, and of the tokens of each sequence. A token of a longer one
+has more others to attend to; that of a very short one pays more for the calls by which attention
+works through each sequence by itself, where it does (on a CPU).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class BinKind:
 
     Attributes:
         key: number of the bucket in the table.
-        number: of the row among the bucket's.
+        number: number of the row in the bucket's rows.
         degree: ranks of the group.
-        rows: most rows of the micro-batch.
+        rows: maximum rows of the micro-batch.
         room: tokens of a row.
         fixed_s: seconds of a micro-batch before its first token.
         curve: (length, seconds of a token of a sequence of this length), ascending.
@@ -67,11 +67,11 @@ class BinKind:
     def load_s(self, lengths: Floats) -> Floats:
         """Returns the seconds that sequences add to a micro-batch.
 
-        Between two lengths of the curve a token or a sequence is on a line, whichever is less: the
-        one is right for what grows with the square of a length, the other for what does not grow.
+        They are interpolated by token or by sequence, whichever is less: the first is right where
+        they grow with the square of a length, the other where they do not grow.
 
         Args:
-            lengths: of the sequences.
+            lengths: tokens of each sequence.
         """
         at, token_s, each_s = self._at
         by_token = lengths * np.interp(lengths, at, token_s)
@@ -108,7 +108,7 @@ class PackedWork:
     Attributes:
         lengths: tokens of each sequence.
         kinds: bins to choose from.
-        ranks: how many there are.
+        ranks: number of ranks.
         node_ranks: ranks of a node.
         aligned: groups are blocks that begin at a multiple of their size.
         degree, fixed_s, tokens, room: of each kind.
@@ -134,10 +134,10 @@ class PackedWork:
         Args:
             lengths: tokens of each sequence.
             kinds: bins to choose from.
-            ranks: how many there are.
+            ranks: number of ranks.
             node_ranks: ranks of a node.
-            aligned: groups are blocks that begin at a multiple of their size.
-            long_share: of a cheapest micro-batch, beyond which a sequence counts as long.
+            aligned: whether groups are blocks that begin at a multiple of their size.
+            long_share: fraction of a cheapest micro-batch beyond which a sequence counts as long.
         """
         self.lengths: Floats = np.sort(np.asarray(lengths, dtype=np.float64))[::-1].copy()
         self.kinds, self.ranks, self.aligned = tuple(kinds), ranks, aligned

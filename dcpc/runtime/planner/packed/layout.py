@@ -7,8 +7,8 @@ The longest first, each where it displaces least of the short sequences' tokens 
     launch  one more micro-batch on a group's ranks
     inside  a new, smaller group on ranks of a group, after what that runs
 
-A smaller group ends what the larger one takes up: that becomes fixed, and its ranks are free from
-then on. So ranks run groups from the largest to the smallest, each within the one before.
+A larger group takes no more short sequences once a smaller one begins: its ranks are free from then
+on. So ranks run groups from the largest to the smallest, each within the one before.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class LaidGroup:
     Attributes:
         first: first rank.
         kind: number of the kind.
-        rows: of each micro-batch, the sequences of each row.
-        rooms: of each micro-batch, the tokens that each row has left.
+        rows: for each micro-batch: the sequences of each row.
+        rooms: for each micro-batch: the tokens left in each row.
         left_s: seconds until the end of the step.
-        taken: tokens of short sequences that are to go into its micro-batches.
+        taken: tokens of short sequences to put into its micro-batches.
         open: whether all its ranks are free after it.
     """
 
@@ -61,16 +61,16 @@ class LaidGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where a sequence could go: one entry of each array a place.
+    """Places where a sequence could go: one entry of each array a place.
 
     Attributes:
         what: name of the place, see the module.
         where: number of the segment or group.
-        kind: of the group that runs it.
-        left_s: what that has left then.
-        room: tokens of room that it has then.
-        before: tokens that these ranks would take up without it.
-        cost_s: rank-seconds that it takes.
+        kind: kind of the group that runs it.
+        left_s: seconds that the group has left then.
+        room: tokens of room that the group has then.
+        before: tokens of short sequences that these ranks would run without it.
+        cost_s: rank-seconds of the sequence there.
     """
 
     what: str
@@ -84,7 +84,7 @@ class _Places:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What a layout does otherwise than placing each sequence, longest first, where it is cheapest.
+    """Changes to the rule that places each sequence, longest first, where it is cheapest.
 
     Attributes:
         order: the long sequences, in the order in which they are placed.
@@ -102,7 +102,7 @@ class Layout:
         step_s: seconds of the step.
         spare: tokens that could be taken up besides the short sequences; < 0: it is too short, by
             about so many.
-        groups: in the order in which ranks run them.
+        groups: groups in the order in which ranks run them.
         segments: ranks without a group, or after one.
     """
 
@@ -112,9 +112,9 @@ class Layout:
         """Places the sequences.
 
         Args:
-            fluid: what the short ones need.
+            fluid: model of the short sequences.
             step_s: seconds of the step.
-            wishes: order and kinds of the long ones.
+            wishes: order and kinds of the long sequences.
             least: spare tokens below which no more are placed.
         """
         self.fluid, self.work, self.step_s = fluid, fluid.work, step_s
@@ -254,7 +254,7 @@ class Layout:
         self._row[number] = max(max(rooms) for rooms in group.rooms)
 
     def _first(self, segment: Segment, degree: int) -> int | None:
-        """The first of so many ranks of a segment; small groups stay inside a node."""
+        """Returns the first of so many ranks of a segment; small groups stay inside a node."""
         work, end = self.work, segment.first + segment.size
         if work.aligned:
             first = -(-segment.first // degree) * degree

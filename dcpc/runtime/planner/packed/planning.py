@@ -37,11 +37,11 @@ _Found = tuple[float, BinKind, Dims, list[list[int]]]  # seconds, kind, length, 
 
 @dataclass(frozen=True, slots=True)
 class PackedPrices:
-    """What packed micro-batches take, by the profile.
+    """Seconds of packed micro-batches, by the profile.
 
     Attributes:
-        own: what rows are padded to, and their seconds.
-        to_bucket: rows are padded to their bucket in any case.
+        own: lengths that rows are padded to, and their seconds.
+        to_bucket: whether rows are padded to their bucket in any case.
     """
 
     own: OwnLengths
@@ -54,7 +54,7 @@ class PackedPrices:
     )
 
     def searched(self, lengths: tuple[int, ...], table: PlanTable, keys: Sequence[int]) -> Searched:
-        """Returns what the search finds for a batch; it is kept until another batch is searched.
+        """Returns the search's result for a batch; it is cached until the next batch.
 
         Args:
             lengths: tokens of the sequences, the longest first.
@@ -98,9 +98,9 @@ class PackedPrices:
 
         Args:
             key: number of the bucket.
-            number: of the row among the bucket's.
-            bucket: whose row it is.
-            row: of the table.
+            number: number of the row in the bucket's rows.
+            bucket: bucket of the row.
+            row: row of the table.
         """
         ((_, room),) = bucket.shape_key
         tokens = row.micro_batch * room
@@ -133,9 +133,9 @@ class PackedPlan:
     """Micro-batches without a step around them.
 
     Attributes:
-        micro_batches: in the order in which ranks run them; what they call samples are rows.
+        micro_batches: micro-batches in the order in which ranks run them; their samples are rows.
         rows: the sequences of each row.
-        bound_s: no plan of these sequences ends earlier.
+        bound_s: lower bound of the seconds of any plan of these sequences.
         work_s: seconds of all ranks if every sequence ran at its cheapest and none waited.
     """
 
@@ -155,11 +155,11 @@ def plan_packed(
     earlier.
 
     Args:
-        sequences: id and tokens of each.
+        sequences: id and tokens of each sequence.
         table: rows to choose from.
         keys: numbers of the buckets that may be used.
         prices: seconds of micro-batches.
-        turns: of the evolution.
+        turns: turns of the evolution.
 
     Raises:
         PlanError: a sequence is longer than every bucket.

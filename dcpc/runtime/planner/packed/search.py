@@ -26,10 +26,10 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
-        work: the batch.
+        work: sequences of the batch.
         drafts: micro-batches to choose from.
         bound_s: lower bound of the step's seconds.
     """
@@ -39,10 +39,10 @@ class Searched:
     bound_s: float
 
     def further(self, turns: Iterable[int]) -> Searched:
-        """Returns what was found, and after it the best of an evolution where that ends earlier.
+        """Returns these drafts, and after them the best of an evolution where that ends earlier.
 
         Args:
-            turns: of the evolution, which begins with the best draft.
+            turns: turns of the evolution, which begins with the best draft.
         """
         best = min(self.drafts, key=lambda draft: float(draft.ends_s().max()))
         if float(best.ends_s().max()) <= self.bound_s:
@@ -66,7 +66,7 @@ def search(work: PackedWork) -> Searched:
 
 
 def _found(work: PackedWork, least_s: float, longest_s: float) -> tuple[PackedDraft, float]:
-    """The filling that ends earliest, of the shortest layout and some longer ones, and its end."""
+    """Returns the filling that ends first, of the shortest layout and some longer ones; its end."""
     fluid = ShortFluid(work, longest_s)
     layout = _shortest(fluid, least_s)
     best, best_s = filled(layout), float("inf")
@@ -83,7 +83,7 @@ def _found(work: PackedWork, least_s: float, longest_s: float) -> tuple[PackedDr
 
 
 def _shortest(fluid: ShortFluid, bound_s: float) -> Layout:
-    """The layout of the shortest step that was found to hold the batch, as a liquid."""
+    """Returns the layout of the shortest step found that holds the batch, as a liquid."""
     work = fluid.work
     tokens_in_s = work.tokens_in_s
     low_s, step_s, more = bound_s, bound_s * (1 + _FIRST), _FIRST

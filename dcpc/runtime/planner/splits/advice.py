@@ -1,4 +1,4 @@
-"""What padding cost, in words, and what would leave less of it."""
+"""Advice on padding: its cost in words, and buckets that would leave less of it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def padding_advice(
     counts: Mapping[Dims, int],
     own: OwnLengths | None = None,
 ) -> str:
-    """Returns what padding costs and what would leave less; "": little, or nothing would.
+    """Returns the cost of padding and buckets with less of it; "": little, or none have.
 
     Args:
-        share: padding's share of the tokens that were run.
-        buckets: that there are.
+        share: fraction of the tokens run that are padding.
+        buckets: buckets in use.
         counts: samples of each combination of lengths.
-        own: what samples are padded to alone; None: their buckets.
+        own: lengths that samples are padded to alone; None: their buckets.
     """
     if share <= DEFAULT_PADDING or not counts:
         return ""

@@ -1,4 +1,4 @@
-"""The lengths of a batch's samples as JSON, with what a planner asks of the model about them."""
+"""The lengths of a batch's samples as JSON, with the model's answers that a planner asks for."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class KnownLengths:
     """Answers about lengths, in place of a model's.
 
     Attributes:
-        table: whose buckets and rows the answers are of.
-        asked: gives answers that are not known, and they are kept; None: no model is here.
+        table: plan table of the buckets and rows that the answers are for.
+        asked: source of unknown answers, which are then kept; None: no model is here.
         right: bucket and lengths -> whether its graphs are right at them.
         seconds_s: bucket, row, samples and lengths -> predicted seconds.
     """
@@ -66,10 +66,10 @@ def lengths_json(
     """Returns lengths as plain data, with the answers that planning these samples needs.
 
     Args:
-        lengths: of the samples.
-        samples: id and bucket of each.
+        lengths: lengths of the samples.
+        samples: id and bucket of each sample.
         table: the rows to choose from.
-        plan: plans them.
+        plan: function that plans the samples with these lengths.
     """
     own = lengths.own
     known = KnownLengths(table, own)
@@ -87,11 +87,11 @@ def lengths_json(
 def lengths_of(
     data: Mapping[str, Any], samples: Sequence[tuple[int, Bucket]], table: PlanTable
 ) -> BatchLengths:
-    """Returns the lengths that `lengths_json` gave.
+    """Returns the lengths in the data of `lengths_json`.
 
     Args:
-        data: what it gave.
-        samples: id and bucket of each.
+        data: result of `lengths_json`.
+        samples: id and bucket of each sample.
         table: the rows to choose from.
     """
     known = KnownLengths(table)

@@ -46,7 +46,7 @@ class PaddedCost(Protocol):
         """Forward and backward of one stage; arguments broadcast."""
 
     def peak_bytes(self, count: IntArray, longest: IntArray) -> FloatArray:
-        """What it holds on a rank; arguments broadcast."""
+        """Returns its peak memory on a rank; arguments broadcast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class MicroBatches:
 
     Attributes:
         batches: positions of the samples, by micro-batch, shortest first.
-        seconds_s: of each micro-batch.
+        seconds_s: seconds of each micro-batch.
         objective_s: (stages - 1) * longest + sum / replicas.
-        caps_solved: how many caps the search had to solve.
-        method: "queue", "window" or "all": which properties the cost has (module docstring).
+        caps_solved: number of caps that the search solved.
+        method: "queue", "window" or "all": properties of the cost (module docstring).
     """
 
     batches: tuple[tuple[int, ...], ...]
@@ -106,14 +106,14 @@ def microbatch(
 
     Args:
         lengths: tokens, by sample, in any order; a list, or an array of one dim.
-        cost: of one micro-batch.
-        memory_bytes: what a micro-batch may hold.
-        stages: of the pipeline.
+        cost: cost of one micro-batch.
+        memory_bytes: maximum memory of a micro-batch on a rank.
+        stages: stages of the pipeline.
         replicas: data-parallel copies that share the micro-batches.
 
     Raises:
-        PlanError: no samples, or one that does not fit alone; or an argument is wrong, or what
-            `cost` returns.
+        PlanError: no samples, or one that does not fit alone; or an argument or a result of `cost`
+            is wrong.
     """
     known = _lengths_of(lengths)
     _check_numbers(memory_bytes, stages, replicas)
@@ -175,7 +175,7 @@ def _check_numbers(memory_bytes: object, stages: object, replicas: object) -> No
 
 
 def _costs(cost: PaddedCost, what: str, count: IntArray, longest: IntArray) -> FloatArray:
-    """Returns what a cost says of every count and length, [length, count].
+    """Returns a cost's numbers for every count and length, [length, count].
 
     Raises:
         PlanError: it raises, or returns something else than numbers from 0 on, one for each.
@@ -258,7 +258,7 @@ def _tabulate(ordered: IntArray, cost: PaddedCost, memory_bytes: float) -> tuple
 
 
 def _method(seconds: FloatArray, held: FloatArray, occurs: NDArray[np.bool_]) -> str:
-    """Which of the two properties of the module docstring hold where a micro-batch can occur."""
+    """Returns which of the module's two properties hold where a micro-batch can occur."""
     slack = TOLERANCE * float(np.abs(seconds[occurs]).max())
     both = occurs[:, 1:] & occurs[:, :-1]
     rises = (np.diff(seconds, axis=1) >= -slack) & (np.diff(held, axis=1) >= 0)

@@ -79,9 +79,9 @@ def split_by_length(
 
     Args:
         ids: samples of the bucket.
-        bucket: whose rows are run.
-        rows: of one degree.
-        lengths: of the samples.
+        bucket: bucket of the samples.
+        rows: rows of one degree.
+        lengths: lengths of the samples.
         world: number of ranks.
     """
     if len(ids) > MOST_SAMPLES:

@@ -1,4 +1,4 @@
-"""What attention allocates while it runs, and the pairs of query and key it computes."""
+"""Transient memory of attention, and the pairs of query and key it computes."""
 
 from dcpc.symbolic_profile.ops.attention.kernels import BSHD, kernel, kernel_backward
 from dcpc.symbolic_profile.ops.attention.of_rows import rows_backward, rows_forward

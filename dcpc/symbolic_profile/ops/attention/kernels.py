@@ -1,4 +1,4 @@
-"""What torch's CPU flash attention allocates while it runs, of some queries and keys.
+"""Transient memory of torch's CPU flash attention, for some queries and keys.
 
 Measured as the lines of `transients.py` are.
 """
@@ -21,15 +21,15 @@ ZERO, ONE = sympy.Integer(0), sympy.Integer(1)
 
 
 class KernelCall(Protocol):
-    """What a kernel is given: the call of a graph's node, or a part of it."""
+    """Arguments of an attention kernel: the call of a graph's node, or a part of it."""
 
     @property
     def threads(self) -> int:
-        """Threads that it runs on."""
+        """Returns the threads that it runs on."""
 
     @property
     def gpu(self) -> Capability | None:
-        """Of the GPU whose kernel it stands for, which no processor's instructions change."""
+        """Returns the capability of the GPU that is planned for; None: the CPU's kernels run."""
 
     def tensor(self, name: str) -> TensorFacts:
         """Returns the tensor argument of this name."""
@@ -66,13 +66,13 @@ def kernel(
     keys: sympy.Expr | None = None,
     calls: sympy.Expr = ONE,
 ) -> sympy.Expr:
-    """Returns the bytes of a thread's scores of a block, row maxima and sums, output: each one.
+    """Returns the bytes of all threads' scores, row maxima, sums and output of a block.
 
     Args:
-        call: of the kernel, or of an op that calls it.
-        rows: how many queries it is called for, None: all.
-        keys: how many keys, None: all.
-        calls: how many calls the samples are divided among.
+        call: call of the kernel, or of an op that calls it.
+        rows: number of its queries; None: all.
+        keys: number of its keys; None: all.
+        calls: number of calls that the samples are divided among.
     """
     packed = _packed(call, rows, keys, calls)
     queries, keys, reduced = _kernel_blocks(call, rows, keys)
@@ -136,10 +136,10 @@ def backward_buffers(
 
 
 def _gemm(call: KernelCall, queries: sympy.Expr, keys: sympy.Expr) -> sympy.Expr:
-    """An upper bound: what oneDNN takes for a block's products in half precision.
+    """Returns an upper bound of oneDNN's bytes for a block's products in half precision.
 
     Measured with AVX-512 and with AMX. Where oneDNN has no instructions for a dtype, torch's own
-    loops multiply, which take none.
+    loops multiply without transient memory.
     """
     query = call.tensor("query")
     bfloat16 = query.dtype == torch.bfloat16

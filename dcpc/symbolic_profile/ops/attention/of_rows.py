@@ -1,4 +1,4 @@
-"""What `dcpc::attention_of_rows` allocates while it runs."""
+"""Transient memory of `dcpc::attention_of_rows`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rows_backward(call: CallFacts) -> sympy.Expr:
 
 
 def _positions(call: CallFacts) -> sympy.Expr:
-    """How many positions a sample has, valid ones and padding."""
+    """Returns the number of positions of a sample, valid ones and padding."""
     return call.tensor("mask").shape[3]
 
 

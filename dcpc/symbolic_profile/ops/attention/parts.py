@@ -1,4 +1,4 @@
-"""What the flash kernel takes of some queries and some keys, at given sizes.
+"""Transient memory of the flash kernel for some queries and some keys, at given sizes.
 
 Follows `dcpc/ops/attention/flash.py` and `partial.py` for attention without mask, `keep` or
 segment: causal, or of all keys.
@@ -27,16 +27,16 @@ class HeadSizes(NamedTuple):
 
     Attributes:
         batch: samples.
-        heads: of the queries.
-        key_heads: of keys and values.
-        width: of a head.
+        heads: heads of the queries.
+        key_heads: heads of keys and values.
+        width: elements of a head.
         dtype: number of the dtype in `DTYPES`.
-        threads: that the kernel runs on.
-        copied: bits of the tensors that do not lie as the kernel reads them.
+        threads: threads that the kernel runs on.
+        copied: bits of the tensors whose layout the kernel cannot read.
         batch_stride: elements between samples of the gradient of the output.
-        head_stride: between its heads.
-        row_stride: between its rows.
-        width_stride: between the elements of a head.
+        head_stride: elements between its heads.
+        row_stride: elements between its rows.
+        width_stride: elements between those of a head.
     """
 
     batch: int
@@ -58,7 +58,7 @@ class HeadSizes(NamedTuple):
 
     @property
     def wide_bytes(self) -> int:
-        """Bytes of an element of what is added up."""
+        """Returns the bytes of an element of the dtype that sums are kept in."""
         return max(self.item_bytes, 4)
 
     @property
@@ -187,7 +187,7 @@ def backward_bytes(s: HeadSizes, at: Part, own: bool) -> int:
 
 
 def _copies(s: HeadSizes, rows: int, keys: int, own: bool, of_queries: int) -> int:
-    """Bytes of copies of what does not lie as the kernel reads it."""
+    """Returns the bytes of the copies of tensors whose layout the kernel cannot read."""
     held = sum(s.query_bytes(rows) for bit in (QUERY, OUT) if s.copied & of_queries & bit)
     if own:
         held += sum(s.key_bytes(keys) for bit in (KEY, VALUE) if s.copied & bit)
@@ -195,5 +195,5 @@ def _copies(s: HeadSizes, rows: int, keys: int, own: bool, of_queries: int) -> i
 
 
 def _before(sight: Sight, keys: int) -> int:
-    """How many keys lie before the first query of causal attention."""
+    """Returns the number of keys before the first query of causal attention."""
     return 0 if sight.after is None else min(sight.start, keys)

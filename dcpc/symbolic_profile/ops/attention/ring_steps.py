@@ -1,4 +1,4 @@
-"""What a rank of a ring holds step by step, at given sizes.
+"""Memory of a ring's rank step by step, at given sizes.
 
 Follows `codegen/collectives/ring_passing.py` line by line: which buffers of keys, values and their
 gradients its variables and its messages have, and beside them what the largest rectangle of a step
@@ -21,26 +21,26 @@ MOST_POSITIONS = 8  # of a ring that are all followed
 
 
 class RingSizes(NamedTuple):
-    """What a ring's bytes depend on besides `HeadSizes`, each an integer.
+    """Sizes of a ring besides `HeadSizes`, each an integer.
 
     Attributes:
-        backward: whether gradients go round.
-        ranks: of the group.
+        backward: whether gradients are sent round.
+        ranks: ranks of the group.
         across: ranks at a position.
         causal: whether a query sees no key after it.
         averages: whether a query that sees nothing gets the mean of all values.
         queries: rows of queries of this rank.
-        keys: rows of its keys.
-        query_size: how the queries are split, as of a `RowSplit`; the next four likewise.
-        query_parent: see there.
-        query_shift: see there.
-        query_zigzag: see there.
-        query_rows: see there.
-        key_size: how the keys are; the next four likewise.
-        key_parent: see there.
-        key_shift: see there.
-        key_zigzag: see there.
-        key_rows: see there.
+        keys: rows of keys of this rank.
+        query_size: `size` of the queries' `RowSplit`.
+        query_parent: `parent` of it.
+        query_shift: `shift` of it.
+        query_zigzag: `zigzag` of it.
+        query_rows: `rows` of it.
+        key_size: `size` of the keys' `RowSplit`.
+        key_parent: `parent` of it.
+        key_shift: `shift` of it.
+        key_zigzag: `zigzag` of it.
+        key_rows: `rows` of it.
     """
 
     backward: int
@@ -63,7 +63,7 @@ class RingSizes(NamedTuple):
 
     @property
     def sight(self) -> Sight:
-        """What a query sees."""
+        """Returns the attention mask spec: causal, or all keys."""
         return Sight(1.0, after=0 if self.causal else None)
 
     def route(self) -> tuple[Route, bool]:
@@ -116,14 +116,14 @@ class _Buffer:
 
 
 class _Position:
-    """One position of a ring, and the most that is alive there so far.
+    """One position of a ring, and its peak of live bytes so far.
 
     Args:
         ring: sizes of the ring.
         heads: sizes of the attention.
-        way: where keys go.
+        way: route of the keys.
         everywhere: whether queries may get the mean of all values.
-        at: which position.
+        at: number of the position.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class _Position:
         return self._backward() if self._ring.backward else self._forward()
 
     def _note(self, fixed: int, *buffers: _Buffer | None) -> None:
-        """Notes what is alive: fixed bytes, and buffers, some of them under several names."""
+        """Raises the peak to the live bytes: fixed ones, and buffers, some under several names."""
         alive = sum(b.size_bytes for b in set(buffers) if b is not None)
         self._most = max(self._most, fixed + alive)
 
@@ -159,7 +159,7 @@ class _Position:
         return owner is not None and step < self._way.hops(direction)[owner]
 
     def _chains(self) -> Iterator[tuple[int, int, _Buffer | None]]:
-        """Yields each way round with its last step, and what is sent of this position's own."""
+        """Yields each direction, its last step, and the buffer that this position sends first."""
         for direction in DIRECTIONS:
             last = max(self._way.hops(direction))
             if direction > 0 or last:
@@ -188,7 +188,7 @@ class _Position:
         return self._most - out - lse
 
     def _added(self, step: int, direction: int) -> int:
-        """Returns what adding the keys of a step takes."""
+        """Returns the transient bytes of attention to the keys of a step."""
         owner = self._owner(step, direction)
         if owner is None or (step == 0 and direction < 0):
             return 0
@@ -247,7 +247,7 @@ class _Position:
         return found
 
     def _gradients_of(self, keys: tuple[RunOfRows, ...], own: bool) -> int:
-        """Returns what adding the gradients of some keys takes."""
+        """Returns the transient bytes of backward for some keys."""
         parts = self._cutter.against(keys)
         return max((backward_bytes(self._heads, _part(r), own) for r in parts), default=0)
 

@@ -1,4 +1,4 @@
-"""What a ring of ranks allocates while keys and values go round, and what a swap before it does.
+"""Transient memory of a ring while keys and values go round, and of the swap before it.
 
 Exact for attention that is causal or of all keys, on the rank that holds most of those with as
 many rows (`ring_steps.py`). Upper bounds where a window, a mask, `keep` or segments hide keys, and
@@ -44,7 +44,7 @@ def _followed(call: CallFacts) -> bool:
 
 
 def _ring_bytes(call: CallFacts, backward: bool) -> sympy.Expr:
-    """The bytes of a ring as a function of its sizes."""
+    """Returns the bytes of a ring as a function of its sizes."""
     node, size = call.node, call.facts.size
     query, key = call.tensor("query"), call.tensor("key")
     splits = [
@@ -127,9 +127,9 @@ class _KeyRows:
     """Rows of keys that one rank has at a time.
 
     Attributes:
-        own: its own.
-        other: the most that any other position has.
-        next: the most that come while another's are used: none in a ring of two.
+        own: rows of its own.
+        other: maximum rows of any other position.
+        next: maximum rows that arrive while another's are used: none in a ring of two.
         late: whether others' keys may come after all that a rank sees of its own.
         all_see: whether all queries see all keys.
     """
@@ -172,10 +172,10 @@ def _by_flash(call: CallFacts) -> bool:
 
 
 def swap(call: CallFacts) -> sympy.Expr:
-    """Returns the bytes that a swap holds beyond its input and output: what is sent, or comes.
+    """Returns the bytes that a swap holds beyond its input and output: sent or received ones.
 
-    What is sent is copied before it is packed, as its parts do not lie together. Back from heads
-    the rows of zigzag pieces are picked first, which is that copy, and stays.
+    The input is copied before it is packed, as its parts do not lie together. Back from heads the
+    rows of zigzag pieces are picked first: that is the copy, and it stays.
     """
     picked = argument(call.node, "zigzag") and not argument(call.node, "to_heads")
     sent, came = call.inputs_bytes, call.output_bytes

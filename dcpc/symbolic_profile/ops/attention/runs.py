@@ -1,4 +1,4 @@
-"""What attention of a piece of the queries, against all keys, takes at given sizes.
+"""Transient memory of attention of a piece of the queries to all keys, at given sizes.
 
 Follows `dcpc/ops/attention/whole.py` where the flash kernel computes it: a call for each run of
 queries (a zigzag piece has two), whose keys before the first query are a part of their own.
@@ -15,15 +15,15 @@ from dcpc.symbolic_profile.polynomials import FUNCTIONS, OfIntegers, each_point
 
 
 class RunSizes(NamedTuple):
-    """What the bytes depend on besides `HeadSizes`, each an integer.
+    """Sizes of such an attention besides `HeadSizes`, each an integer.
 
     Attributes:
-        backward: whether it is the backward.
+        backward: whether it is backward.
         causal: whether a query sees no key after it.
-        queries: rows of queries.
-        keys: rows of keys.
+        queries: number of queries.
+        keys: number of keys.
         start: position of the first query.
-        turn: how many queries follow it without a gap; -1: all of them.
+        turn: number of queries that follow without a gap; -1: all.
         second: position of the query after these.
     """
 

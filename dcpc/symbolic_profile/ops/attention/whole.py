@@ -1,4 +1,4 @@
-"""What `dcpc::attention` allocates while it runs, and the pairs of query and key it computes.
+"""Transient memory of `dcpc::attention`, and the pairs of query and key it computes.
 
 Follows `dcpc/ops/attention/`: its flash kernel (torch's CPU one, called once for each query of a
 group) and its blocks of matmuls. Measured as the lines of `transients.py` are.
@@ -90,7 +90,7 @@ def _in_runs(call: CallFacts) -> bool:
 
 
 def _run_bytes(call: CallFacts, backward: bool) -> sympy.Expr:
-    """The bytes of a piece of the queries as a function of its sizes."""
+    """Returns the bytes of a piece of the queries as a function of its sizes."""
     node, size = call.node, call.facts.size
     turn = argument(node, "turn")
     found = (
@@ -102,11 +102,11 @@ def _run_bytes(call: CallFacts, backward: bool) -> sympy.Expr:
 
 
 def _by_sharers(call: CallFacts, held: Callable[[sympy.Expr], sympy.Expr]) -> sympy.Expr:
-    """Returns the bytes of an attention: with a call for each row of a mask that samples share.
+    """Returns the bytes of an attention that makes a call for each row of a mask shared by samples.
 
     Args:
-        call: of the attention.
-        held: the bytes, by how many calls the samples are divided among.
+        call: call of the attention.
+        held: function from the number of calls that share out the samples to the bytes.
     """
     mask, samples = call.given("mask"), call.tensor("query").shape[0]
     if mask is None or mask.shape[0] in (1, samples):
@@ -138,7 +138,7 @@ def _forward_held(call: CallFacts, calls: sympy.Expr) -> sympy.Expr:
 
 
 def _merged(query: TensorFacts, numel: sympy.Expr, lse_bytes: sympy.Expr) -> sympy.Expr:
-    """A part's output and logsumexp, and what merging them makes; all outputs wide, if half."""
+    """Returns the bytes of a part's output and logsumexp, and of merging them."""
     if query.dtype.itemsize >= 4:
         return numel * query.dtype.itemsize + 5 * lse_bytes
     wide = query.numel * accumulator(query)
@@ -245,14 +245,14 @@ def _relaid(call: CallFacts, *names: str) -> sympy.Expr:
 
 
 def _run(call: CallFacts) -> sympy.Expr:
-    """The most queries that a kernel is called for."""
+    """Returns the maximum of queries that a kernel is called for."""
     rows = call.tensor("query").shape[2]
     cut = argument(call.node, "turn") is not None and call.given("segment") is None
     return CeilDiv(rows, 2) if cut else rows
 
 
 def sight_of(call: CallFacts) -> Sight:
-    """Returns what an attention's queries see, wherever they are."""
+    """Returns the mask spec of an attention, wherever its queries are."""
     scale, before, after = (argument(call.node, name) for name in ("scale", "before", "after"))
     return Sight(scale, before, after, empty=argument(call.node, "empty", "zero"))
 
@@ -320,7 +320,7 @@ def _block(call: CallFacts) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:
 
 
 def _hiding(call: CallFacts, rows: sympy.Expr, keys: sympy.Expr) -> sympy.Expr:
-    """What says which keys of a block are hidden: distances of positions, truth values."""
+    """Returns the bytes that hide keys of a block: distances of positions, truth values."""
     held = ZERO
     mask = call.given("mask")
     if mask is not None and mask.dtype.itemsize == 1:
@@ -335,7 +335,7 @@ def _hiding(call: CallFacts, rows: sympy.Expr, keys: sympy.Expr) -> sympy.Expr:
 
 
 def _ids(call: CallFacts) -> sympy.Expr:
-    """The first and last key of each query's sequence."""
+    """Returns the first and last key of each query's sequence."""
     segment = call.given("segment")
     if segment is None:
         return ZERO
