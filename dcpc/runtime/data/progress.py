@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import operator
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -27,7 +29,16 @@ class Progress:
     """
 
     def __init__(self, samples: int, seed: int, shuffle: bool, order: Order | None = None) -> None:
-        """Begins with epoch 0 of a dataset of `samples`, in the order of an epoch that is given."""
+        """Begins with epoch 0 of a dataset of `samples`, in the order of an epoch that is given.
+
+        Raises:
+            DataError: `order` cannot be called.
+        """
+        if order is not None and not callable(order):
+            raise DataError(
+                f"order: got {reprlib.repr(order)}; expected a function: number of an epoch -> the "
+                "samples in its order; for one order pass e.g. order=lambda epoch: indices"
+            )
         self.epoch = self.index = 0
         self.position = Position()
         self.seed = seed
@@ -65,7 +76,14 @@ class Progress:
         return order
 
     def _given(self, order: Order, epoch: int) -> list[int]:
-        found, n = [int(i) for i in order(epoch)], self._samples
+        given, n = order(epoch), self._samples
+        try:
+            found = [operator.index(i) for i in given]
+        except TypeError:
+            raise DataError(
+                f"order: got {reprlib.repr(given)} for epoch {epoch}; expected {n} integers, each "
+                f"of 0 to {n - 1} once; return a permutation of the samples"
+            ) from None
         if len(found) != n or set(found) != set(range(n)):
             raise DataError(
                 f"order: got {len(found)} numbers, {len(set(found))} of them different, for epoch "

@@ -87,6 +87,11 @@ DATA = {
     "Datasets and samples": (
         Kind("an order without every sample", DataError,
              lambda g: list(g.loader(order=lambda epoch: [0, 1, 1]))),
+        Kind("an order of fractions", DataError,
+             lambda g: list(g.loader(order=lambda epoch: [0.5] * 8))),
+        Kind("an order that is None", DataError,
+             lambda g: list(g.loader(order=lambda epoch: None))),
+        _loader("an order that is no function", order=[*range(8)]),
         _data("a dataset of none", []),
         _data("a generator", (s for s in samples()),
               "make a list of a generator's samples, or a class with `__len__` and `__getitem__`"),
