@@ -27,7 +27,7 @@ def test_peak_is_the_largest_term_by_sympy():
     assert at.peak_bytes({"batch": 7, "seq": 801}) == max(terms)
 
 
-@pytest.mark.parametrize("layers", [2, 8])
+@pytest.mark.parametrize("layers", [2, 5])
 def test_a_point_is_few_terms_and_as_much_work_for_any_depth(layers):
     profile = profile_partition(capture(GPT(layers=layers)).partition)
     assert len(profile.peak_terms) <= 6 * layers + 5, "undominated points of the timeline"

@@ -34,13 +34,13 @@ def buckets(*lengths):
 
 @pytest.fixture(scope="module")
 def found():
-    return calibrate(model(), buckets(16, 48), backend="eager", budget_s=2.0)
+    return calibrate(model(), buckets(16, 48), backend="eager", budget_s=1.0)
 
 
 def test_two_blocks_of_many_are_kept():
-    two, five = (capture(joint_graphs.GPT(layers=n)).partition.forward for n in (2, 5))
-    kept = len(typical_blocks(five))
-    calls = [sum(n.op == "call_function" for n in gm.graph.nodes) for gm in (two, five)]
+    two, four = (capture(joint_graphs.GPT(layers=n)).partition.forward for n in (2, 4))
+    kept = len(typical_blocks(four))
+    calls = [sum(n.op == "call_function" for n in gm.graph.nodes) for gm in (two, four)]
     assert calls[0] - 8 < kept <= calls[0] < calls[1]  # a block's first calls may follow the last
 
 
