@@ -83,6 +83,8 @@ def test_spec_parses_dtype_and_dims():
     [
         ("int46[batch]", "Buckets: inputs.x: got dtype 'int46'; expected one of bool, "),
         ("int46[batch]", "write int64"),
+        ("float[batch]", "write float32"),
+        ("long[batch]", "write int64"),
         ("nn.Linear[batch]", r"got 'nn.Linear[batch]'; expected dtype[dim, ...] such as"),
         ("int64", "got 'int64'; expected dtype[dim, ...]"),
         ("int64[batch, seq", "expected dtype[dim, ...]"),

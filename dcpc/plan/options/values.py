@@ -260,9 +260,11 @@ def check_given(model: object, buckets: object) -> None:
     if not isinstance(model, nn.Module):
         made = isinstance(model, type) and issubclass(model, nn.Module)
         got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        function = "put the function into a module's forward"
+        other = function if callable(model) else "pass the model first, then the buckets"
         raise TraceError(
             f"model: got {got}; expected a torch.nn.Module; "
-            + ("call the class to make one" if made else "put the function into a module's forward")
+            + ("call the class to make one" if made else other)
         )
     refuse_wrapped(model)
     if not isinstance(buckets, Buckets):
