@@ -15,11 +15,13 @@ BY_HAND = {
     "benchmarks/test_gpu_checks.py": "checks of a GPU, here that all of them run",
     "benchmarks/test_memory.py": "benchmarks.memory --quick; single points are quick tests",
     "benchmarks/test_model_flops.py": "FLOPs",
+    "benchmarks/test_pipeline.py": "bytes of stages of 3 ranks; quick: of one, with the numbers",
     "benchmarks/test_recompute.py": "benchmarks.recompute --quick",
     "benchmarks/test_stdit_costs.py": "costs of a folded model, in seconds and bytes",
     "examples/test_demo.py": "`make demo` with all its baselines: minutes",
     "examples/test_demo_video.py": "`make demo-video` with all its baselines: minutes",
     "examples/test_folding.py": "a training run; tests/multirank/test_folding.py holds the numbers",
+    "examples/test_large_model.py": "memory of 4 ranks; test_materialize.py holds the numbers",
     "examples/test_long_context.py": "memory of 4 ranks, in minutes",
     "symbolic_profile/memory/test_lifetimes.py": "bytes",
     "symbolic_profile/memory/test_reserved.py": "bytes of a GPU's segments",
@@ -36,7 +38,7 @@ ALONE = {
     ),
     "benchmarks/test_zoo_seeds.py": (
         ["test_every_hash_seed_makes_the_same_of_the_zoo"],
-        "90 models under 4 seeds: an hour; ModernBERT's, which found the class, is run",
+        "90 models under 4 seeds: an hour; a small one of what ModernBERT does is run",
     ),
     "gpu_stub/test_gpu_stub.py": (
         [

@@ -11,7 +11,8 @@ import dcpc
 from dcpc.codegen import wire_log
 from tests.cases.asks import TEXT, Texts, entry, gpt
 from tests.cases.exactness import SPLITTING, SplitModel, compiled_error, wrong
-from tests.cases.launch import run_ranks
+from tests.cases.launch import run_prepared, run_ranks
+from tests.cases.ready import Ready
 
 pytestmark = pytest.mark.multirank
 
@@ -24,56 +25,71 @@ def sample(length: int) -> dict[str, Tensor]:
     return {name: x[None] for name, x in Texts([length])[0].items()}
 
 
-def errors(
-    rank: int, heads: tuple[tuple[int, int], ...], lengths: tuple[int, ...]
-) -> dict[str, float]:
+def models(heads: tuple[tuple[int, int], ...], world: int) -> list[tuple[str, Ready]]:
+    warnings.simplefilter("ignore")
+    buckets, found = dcpc.Buckets(TEXT, sizes=[{"seq": n} for n in LENGTHS]), []
+    for queries, keys in heads:
+        model = gpt(queries, keys, width=4, layers=1)
+        ready = Ready(
+            model, buckets, world, backend="eager", device=SPLITTING, verify="off", sp=world
+        )
+        found.append((f"{queries} and {keys} heads", ready))
+    return found
+
+
+def errors(rank: int, models: list[tuple[str, Ready]]) -> dict[str, float]:
     """Through `dcpc.compile`, attention split as it costs least."""
     warnings.simplefilter("ignore")
-    buckets, found = dcpc.Buckets(TEXT, sizes=[{"seq": n} for n in LENGTHS]), {}
-    for queries, keys in heads:
-        model = gpt(queries, keys, width=4)
-        compiled = dcpc.compile(
-            model, buckets, backend="eager", device=SPLITTING, verify="off",
-            sp=torch.distributed.get_world_size(),
-        )  # fmt: skip
-        for n in lengths:
-            model.zero_grad()
-            found[f"{queries} and {keys} heads, {n} tokens"] = compiled_error(
-                compiled, model, sample(n)
-            )
+    found = {}
+    for name, ready in models:
+        compiled = ready.compile()
+        for n in LENGTHS:
+            ready.model.zero_grad()
+            found[f"{name}, {n} tokens"] = compiled_error(compiled, ready.model, sample(n))
     return found
 
 
 @pytest.mark.slow
 def test_two_ranks_share_odd_lengths_and_odd_numbers_of_heads():
-    found = run_ranks(errors, 2, ((5, 5), (3, 1)), LENGTHS, timeout_s=120)
+    found = run_prepared(models, errors, 2, ((5, 5), (3, 1)), 2, timeout_s=120)
     assert not wrong(found, 1e-10)
 
 
 @pytest.mark.slow
 def test_four_ranks_share_every_length_and_number_of_heads():
-    assert not wrong(run_ranks(errors, 4, HEADS, LENGTHS, timeout_s=240), 1e-10)
+    assert not wrong(run_prepared(models, errors, 4, HEADS, 4, timeout_s=240), 1e-10)
 
 
-def by_way(rank: int) -> dict[str, tuple[float, int]]:
-    """Of each way to split attention the errors, and the bytes that this rank sends at 101."""
+def by_ways(world: int) -> list[tuple[str, SplitModel]]:
+    """Every model by each way to split its attention."""
     warnings.simplefilter("ignore")
-    buckets, found = dcpc.Buckets(TEXT, sizes=[{"seq": n} for n in LENGTHS]), {}
+    buckets, found = dcpc.Buckets(TEXT, sizes=[{"seq": n} for n in LENGTHS]), []
     for queries, keys in HEADS:
-        whole = SplitModel(gpt(queries, keys, width=4), buckets, {"batch": 1, "seq": 101})
+        model = gpt(queries, keys, width=4, layers=2)
+        whole = SplitModel(model, buckets, {"batch": 1, "seq": 101}, sp=world)
         for way in whole.lowerings():
-            split = whole.of("eager", whole.sp, way)
+            split = whole.of("eager", world, way)
             for n in LENGTHS:
-                wire_log.clear()
-                worst = split.difference({"batch": 1, "seq": n}, sample(n), "all").worst
-                found[f"{queries}/{keys} {way} {n}"] = (worst, wire_log.total_bytes())
+                split.ready({"batch": 1, "seq": n}, "all")
+            found.append((f"{queries}/{keys} {way}", split))
+    return found
+
+
+def by_way(rank: int, models: list[tuple[str, SplitModel]]) -> dict[str, tuple[float, int]]:
+    """Of each way to split attention the errors, and the bytes that this rank sends at 101."""
+    found = {}
+    for name, split in models:
+        for n in LENGTHS:
+            wire_log.clear()
+            worst = split.difference({"batch": 1, "seq": n}, sample(n), "all").worst
+            found[f"{name} {n}"] = (worst, wire_log.total_bytes())
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_way_to_split_attention_takes_them(world):
-    ranks = run_ranks(by_way, world, timeout_s=400)
+    ranks = run_prepared(by_ways, by_way, world, world, timeout_s=400)
     for found in ranks:
         assert {text.split()[1] for text in found} == {*WAYS[: 2 + world // 2]}
         assert not {k: e for k, (e, _) in found.items() if not e < 1e-10}

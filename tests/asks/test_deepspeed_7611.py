@@ -1,6 +1,7 @@
 """DeepSpeed #7611, torchtitan #1081: compiling for inputs of random sizes."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -10,31 +11,41 @@ import dcpc
 from dcpc.errors import DispatchError
 from tests.cases.asks import PAD, TEXT, Texts, entry, gpt, trained
 from tests.cases.exactness import SPLITTING, compiled_error
-from tests.cases.launch import run_ranks
+from tests.cases.launch import run_prepared, run_ranks
+from tests.cases.ready import Ready
 
 DRAWN = torch.randint(2, 97, (50,), generator=torch.Generator().manual_seed(0))
 DATA = Texts(DRAWN.tolist())
 GRIDS = {"4": [24, 48, 72, 96], "12": list(range(8, 97, 8)), "95": list(range(2, 97))}
 
 
-def compiled(
-    grid: list[int], pad_to: str = "longest", **options: object
-) -> tuple[dcpc.CompiledModel, dcpc.DataLoader]:
+def ready(grid: list[int], world: int = 1, **options: object) -> Ready:
     warnings.simplefilter("ignore")
     buckets = dcpc.Buckets(TEXT, sizes=[{"seq": n} for n in grid])
-    made = dcpc.compile(gpt(), buckets, device=SPLITTING, verify="off", **options)
+    model = gpt(layers=1)
+    return Ready(model, buckets, world, device=SPLITTING, verify="off", **options)
+
+
+def compiled(made: Ready, pad_to: str = "longest") -> tuple[dcpc.CompiledModel, dcpc.DataLoader]:
+    model = made.compile()
     loader = dcpc.DataLoader(
-        DATA, made, tokens_per_step=600, pad=PAD, weight="labels", pad_to=pad_to
+        DATA, model, tokens_per_step=600, pad=PAD, weight="labels", pad_to=pad_to
     )
-    return made, loader
+    return model, loader
 
 
-def epochs(rank: int) -> dict[tuple[str, str], tuple[float, list[int], float]]:
+def grids() -> list[tuple[str, str, Ready]]:
+    runs = [("4", "longest"), *((name, "bucket") for name in GRIDS)]
+    return [(name, pad_to, ready(GRIDS[name], 2, backend="eager")) for name, pad_to in runs]
+
+
+def epochs(rank: int, grids: list[tuple[str, str, Ready]]) -> dict[tuple[str, str], Any]:
     """Of each grid the largest error, the variants after each epoch, and the share of padding."""
+    warnings.simplefilter("ignore")
     found = {}
-    for name, pad_to in [("4", "longest"), *((name, "bucket") for name in GRIDS)]:
-        model, loader = compiled(GRIDS[name], pad_to, backend="eager")
-        alone, worst, variants = gpt(), 0.0, []
+    for name, pad_to, made in grids:
+        model, loader = compiled(made, pad_to)
+        alone, worst, variants = gpt(layers=1), 0.0, []
         for _ in range(2):
             worst = max(worst, trained(model, loader, alone, DATA).worst)
             variants.append(model.stats().variants)
@@ -46,7 +57,7 @@ def epochs(rank: int) -> dict[tuple[str, str], tuple[float, list[int], float]]:
 @pytest.mark.slow
 @pytest.mark.multirank
 def test_random_lengths_compile_once_a_degree():
-    for found in run_ranks(epochs, 2, timeout_s=240):
+    for found in run_prepared(grids, epochs, 2, timeout_s=240):
         for (buckets, pad_to), (worst, variants, padding) in found.items():
             assert worst < 1e-10
             assert variants == [2, 2], "sp 1 and sp 2, for any number of lengths"
@@ -75,8 +86,14 @@ def test_graphs_that_torch_compile_makes_of_the_same_samples():
 
 def by_inductor(rank: int) -> tuple[float, int, list[tuple[int, ...]]]:
     """Parameters in rounds: graphs have collectives, and each rank compiles at its own time."""
-    model, loader = compiled([48, 96], backend="inductor", parameters="rounds", sp=1)
-    found = trained(model, loader, gpt(), DATA)
+    warnings.simplefilter("ignore")
+    buckets = dcpc.Buckets(TEXT, sizes=[{"seq": n} for n in (48, 96)])
+    model = dcpc.compile(
+        gpt(layers=1), buckets, device=SPLITTING, verify="off", backend="inductor",
+        parameters="rounds", sp=1,
+    )  # fmt: skip
+    loader = dcpc.DataLoader(DATA, model, tokens_per_step=600, pad=PAD, weight="labels")
+    found = trained(model, loader, gpt(layers=1), DATA)
     return found.worst, model.stats().variants, found.counts
 
 
@@ -95,8 +112,9 @@ def shapes(loader: dcpc.DataLoader) -> set[int]:
 
 @pytest.mark.slow
 def test_a_length_between_buckets_is_run_as_it_is_by_the_loader_and_by_hand():
-    assert shapes(compiled([48, 96], "bucket", backend="eager")[1]) == {48, 96}
-    model, loader = compiled([48, 96], backend="eager")
+    made = ready([48, 96], backend="eager")
+    assert shapes(compiled(made, "bucket")[1]) == {48, 96}
+    model, loader = compiled(made)
     assert shapes(loader) <= {*DATA.lengths}
     ids = torch.arange(47)[None]
     assert compiled_error(model, model.model, {"input_ids": ids, "labels": ids}) < 1e-10

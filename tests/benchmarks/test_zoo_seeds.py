@@ -7,16 +7,8 @@ from benchmarks.zoo_seeds import SEEDS, run
 
 @pytest.mark.slow
 def test_every_hash_seed_makes_the_same_graphs_and_plans():
-    each = [run(["tests.benchmarks.seeded"], seed, 300.0) for seed in SEEDS[:2]]
+    each = [run(["tests.benchmarks.seeded"], seed, 300.0) for seed in SEEDS[:3]]
     assert {*each[0]} == {"alternating"}
-    assert all(found == each[0] for found in each), each
-
-
-@pytest.mark.slow
-def test_every_hash_seed_makes_the_same_of_modernbert():
-    own = ["benchmarks.zoo_seeds", "--print", "--more", "--only", "ModernBERT"]
-    each = [run(own, seed, 600.0) for seed in SEEDS]
-    assert {*each[0]} == {"ModernBERT"}
     assert all(found == each[0] for found in each), each
 
 

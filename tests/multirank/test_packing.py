@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from dcpc.plan.folding import lift_of
 from dcpc.plan.priced import Priced
 from dcpc.plan.traced import traced
 from tests.cases.exactness import SPLITTING, SplitModel, compiled_error, gradient_error, loss_error
-from tests.cases.launch import run_ranks
+from tests.cases.launch import run_prepared
 from tests.cases.packed_models import (
     NUMBERS,
     POSITIONS,
@@ -25,6 +26,7 @@ from tests.cases.packed_models import (
     alone,
     transformers_model,
 )
+from tests.cases.ready import Ready
 
 LENGTHS = [3, 9, 5, 30, 12, 2, 7, 41, 1, 19, 8, 8, 4, 6, 25, 11, 2, 3]
 SIZES = [{"seq": 12}, {"seq": 41}]
@@ -41,17 +43,25 @@ CASES = {
 }  # fmt: skip
 
 
-def errors(case: str, backend: str = "eager", **options: object) -> dict[str, float]:
+def ready(case: str, world: int = 1, backend: str = "eager", **options: object) -> Ready:
+    """A case to be compiled by some ranks."""
+    warnings.simplefilter("ignore")
+    make, inputs, _ = CASES[case]
+    buckets = dcpc.Buckets(inputs=inputs, sizes=SIZES)
+    options = {"device": SPLITTING, "verify": "off", **options}
+    return Ready(make(), buckets, world, backend=backend, **options)
+
+
+def errors(case: str, made: Ready) -> dict[str, float]:
     """Trains an epoch of packed rows, and the plain model on single sequences; all errors."""
     warnings.simplefilter("ignore")
-    make, inputs, packing = CASES[case]
-    model = make()
+    _, inputs, packing = CASES[case]
+    model = made.model
     plain = copy.deepcopy(model)
     data = Sequences(LENGTHS)
-    buckets = dcpc.Buckets(inputs=inputs, sizes=SIZES)
-    compiled = dcpc.compile(model, buckets, backend=backend, device=SPLITTING, **options)
-    if options.get("attention", "auto") != "auto":
-        assert lowerings(compiled) == {options["attention"]}
+    compiled = made.compile()
+    if made.options.get("attention", "auto") != "auto":
+        assert lowerings(compiled) == {made.options["attention"]}
     loader = dcpc.DataLoader(
         data, compiled, tokens_per_step=100, packing=packing, weight="labels", lookahead=0
     )
@@ -110,40 +120,45 @@ def check(found: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("case", ["llama", "documents, both ways"])
 def test_training_on_packed_rows_is_training_on_single_sequences(case):
-    check(errors(case))
+    check(errors(case, ready(case)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["mistral", "documents"])
-def test_packed_rows_under_inductor(case):
-    check(errors(case, backend="inductor"))
+def test_packed_rows_under_inductor():
+    check(errors("mistral", ready("mistral", backend="inductor")))
 
 
-def errors_over_ranks(rank: int, runs: list[tuple[str, int, str]]) -> dict[str, float]:
+def prepared(runs: list[tuple[str, int, str]], world: int) -> list[tuple[str, Ready]]:
+    return [(case, ready(case, world, sp=sp, attention=way)) for case, sp, way in runs]
+
+
+def errors_over_ranks(rank: int, runs: list[tuple[str, Ready]]) -> dict[str, float]:
     found = {}
-    for case, sp, attention in runs:
-        some = errors(case, sp=sp, attention=attention)
-        found |= {f"sp {sp}, {attention}: {what}": error for what, error in some.items()}
+    for case, made in runs:
+        some, options = errors(case, made), made.options
+        found |= {f"sp {options['sp']}, {options['attention']}: {w}": e for w, e in some.items()}
     return found
 
 
 @pytest.mark.multirank
 def test_training_on_packed_rows_over_two_ranks():
     runs = [("documents", 2, "heads"), ("documents, both ways", 2, "ring")]
-    for found in run_ranks(errors_over_ranks, 2, runs, timeout_s=280):
+    for found in run_prepared(prepared, errors_over_ranks, 2, runs, 2, timeout_s=280):
         check(found)
 
 
-def losses_of_stores(rank: int, runs: list[tuple[str, dict[str, object]]]) -> dict[str, float]:
+def stores(runs: list[tuple[str, dict[str, object]]]) -> list[tuple[str, Ready]]:
+    return [(case, ready(case, 2, **options)) for case, options in runs]
+
+
+def losses_of_stores(rank: int, runs: list[tuple[str, Ready]]) -> dict[str, float]:
     """Errors of the losses of two epochs, each step's after the updates of those before."""
     warnings.simplefilter("ignore")
     found = {}
-    for case, options in runs:
-        make, inputs, packing = CASES[case]
-        model = make()
-        plain = copy.deepcopy(model)
-        data, buckets = Sequences(LENGTHS), dcpc.Buckets(inputs=inputs, sizes=SIZES)
-        compiled = dcpc.compile(model, buckets, backend="eager", device=SPLITTING, **options)
+    for case, made in runs:
+        _, inputs, packing = CASES[case]
+        plain = copy.deepcopy(made.model)
+        data, compiled = Sequences(LENGTHS), made.compile()
         loader = dcpc.DataLoader(
             data, compiled, tokens_per_step=100, packing=packing, weight="labels", lookahead=0
         )
@@ -156,7 +171,8 @@ def losses_of_stores(rank: int, runs: list[tuple[str, dict[str, object]]]) -> di
             loss = compiled.train_step(step).loss
             expected = alone(plain, data, ids, list(inputs))
             expected.backward()
-            found[f"{case}, {options}, {len(found)}"] = loss_error(loss, expected.detach())
+            what = f"{case}, {made.options}, {len(found)}"
+            found[what] = loss_error(loss, expected.detach())
             for optimizer in both:
                 optimizer.step()
     return found
@@ -169,12 +185,12 @@ def test_packed_rows_with_shared_parameters_and_recompute():
         ("llama", {"parameters": "rounds"}), ("documents", {"parameters": "rounds", "sp": 2}),
         ("llama", {"parameters": "step"}), ("documents, both ways", {"recompute": "all"}),
     ]  # fmt: skip
-    for found in run_ranks(losses_of_stores, 2, runs, timeout_s=280):
+    for found in run_prepared(stores, losses_of_stores, 2, runs, timeout_s=280):
         check(found)
 
 
-def errors_of_frames(rank: int, causals: tuple[bool, ...]) -> dict[str, float]:
-    """A rank's queries are some patches of every frame, and do not follow each other."""
+def frames(causals: tuple[bool, ...]) -> list[tuple[bool, SplitModel, list[Any]]]:
+    """Models of which a rank's queries are some patches of every frame."""
     warnings.simplefilter("ignore")
     buckets = dcpc.Buckets(
         inputs={
@@ -182,28 +198,39 @@ def errors_of_frames(rank: int, causals: tuple[bool, ...]) -> dict[str, float]:
         },
         sizes=[{"frames": 3, "patches": 16}, {"frames": 5, "patches": 40}],
     )  # fmt: skip
-    found = {}
+    found = []
     for causal in causals:
         split = SplitModel(
-            Frames(causal), buckets, {"batch": 1, "frames": 3, "patches": 40}, "eager"
+            Frames(causal), buckets, {"batch": 1, "frames": 3, "patches": 40}, "eager", 4
         )
         (chosen,) = [x for name, x in split.placement.nodes.items() if name.startswith("attention")]
         assert (chosen.name, chosen.output.index) == ("q", 1)
-        for batch, frames, patches in ((1, 3, 40), (2, 5, 7)):
+        points = []
+        for shape in ((1, 3, 40), (2, 5, 7)):
             generator = torch.Generator().manual_seed(0)
-            shape = (batch, frames, patches)
             x = torch.randn(*shape, 8, generator=generator, dtype=torch.float64)
             ids = torch.randint(0, 3, shape, generator=generator)
-            sizes = {"batch": batch, "frames": frames, "patches": patches}
-            some = split.errors("frames", [(sizes, {"x": x, "ids": ids})])
-            found |= {f"causal {causal}, {what}": error for what, error in some.items()}
+            sizes = dict(zip(("batch", "frames", "patches"), shape, strict=True))
+            points.append((sizes, {"x": x, "ids": ids}))
+            for recompute in ("none", "all"):
+                split.ready(sizes, recompute)
+        found.append((causal, split, points))
+    return found
+
+
+def errors_of_frames(
+    rank: int, models: list[tuple[bool, SplitModel, list[Any]]]
+) -> dict[str, float]:
+    found = {}
+    for causal, split, points in models:
+        found |= split.errors(f"causal {causal}", points)
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.multirank
 def test_sequences_of_queries_that_do_not_follow_each_other():
-    for found in run_ranks(errors_of_frames, 4, (True, False), timeout_s=280):
+    for found in run_prepared(frames, errors_of_frames, 4, (True, False), timeout_s=280):
         check(found)
 
 
@@ -212,7 +239,7 @@ def test_sequences_of_queries_that_do_not_follow_each_other():
 def test_every_packed_model_over_four_ranks():
     runs = [(case, 4, "hybrid") for case in CASES]
     runs += [(case, 4, "ring") for case in ("llama eager", "mistral", "documents, both ways")]
-    for found in run_ranks(errors_over_ranks, 4, runs, timeout_s=580):
+    for found in run_prepared(prepared, errors_over_ranks, 4, runs, 4, timeout_s=580):
         check(found)
 
 

@@ -256,7 +256,7 @@ def test_models_of_such_calls_have_plain_numbers_and_the_predicted_peak(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["lstm", "convolution", "hfft", "images"])
 def test_inductor_has_the_same_numbers(name):
     made = Made(MODELS[name](), "inductor")
     for batch, seq in ((2, 16), (5, 512)):

