@@ -8,8 +8,10 @@ number of its blocks (SIGFPE, torch 2.13). What its operands have to look like b
 The CPU's backward of a batch norm asks each operand for its memory format twice, and the answers
 differ where a dim of size 1 has an unusual stride: it then reads memory in the wrong order, or
 beyond its end (torch 2.11 to 2.15). Where the channels are last, it reads weights and statistics
-that have strides as if they had none. `tests/codegen/variant/test_strides.py` tries all kernels
-that look at strides; this one alone is wrong.
+that have strides as if they had none. The backward of a convolution of several groups makes other
+gradients of the weight where such a dim is in its input or gradient and channels are last in one
+of its operands (torch 2.13). `tests/codegen/variant/test_strides.py` tries all kernels that look
+at strides; these two alone are wrong.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def _convolution_backward(
 ) -> tuple[Tensor | None, ...]:
     if g.numel():
         op = aten.convolution_backward.default
-        return op(g, x, weight, bias_sizes, *args)  # type: ignore[no-any-return]
+        return op(plain_strides(g), plain_strides(x), weight, bias_sizes, *args)  # type: ignore[no-any-return]
     bias = None if bias_sizes is None else g.new_zeros(bias_sizes)
     wanted = args[-1]
     found = (torch.zeros_like(x), torch.zeros_like(weight), bias)
@@ -117,13 +119,19 @@ def _made(before: list[int], kernel: list[int], *numbers: Any) -> list[int]:
     ]
 
 
-# Ops whose CPU kernel misreads operands that torch's autograd may hand it, too.
-MISREAD: dict[Any, Callable[..., Any]] = {
-    aten.native_batch_norm_backward.default: _batch_norm_backward,
+def _has_groups(g: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *args: Any) -> bool:
+    """Whether a convolution's channels are in several groups, and a dim of size 1 is there."""
+    return args[-2] > 1 and 1 in (*g.shape, *x.shape)
+
+
+# Op whose CPU kernel misreads operands that torch's autograd may hand it, too -> which calls of it.
+MISREAD: dict[Any, Callable[..., bool]] = {
+    aten.convolution_backward.default: _has_groups,
+    aten.native_batch_norm_backward.default: lambda *args: True,
 }
 
 SAFE: dict[Any, Callable[..., Any]] = {
-    **MISREAD,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_forward,

@@ -70,15 +70,19 @@ def convolution(x):
     return call(x, kernel(x, 2, x.shape[1]), None, one, one, one, False, zero, 1)
 
 
-def convolution_backward(g, x, groups=1):
+def convolution_backward(g, x, groups=1, last=False, call=RUN[aten.convolution_backward.default]):
     c, one, zero = x.shape[1], spatial(x, 1), spatial(x, 0)
-    w = kernel(x, c, c if groups == 1 else 1)
-    call = RUN[aten.convolution_backward.default]
+    w = kernel(x, c, c // groups)
+    w = w.movedim(1, -1).contiguous().movedim(-1, 1) if last else w
     return call(g, x, w, [c], one, one, one, False, zero, groups, [True] * 3)
 
 
 def depthwise_backward(g, x):
     return convolution_backward(g, x, groups=x.shape[1])
+
+
+def grouped_backward(g, x, **how):
+    return convolution_backward(g, x, 2, True, **how)
 
 
 def max_pool_backward(g, x):
@@ -132,12 +136,13 @@ def shapes(ndims):
     return [s for s in every if 1 in s]
 
 
-def wrong(call, operands, ndims, tries):
+def wrong(call, operands, ndims, tries, wider=1):
     """Shapes and strides at which a call gives other numbers than of dense operands."""
     draw, found = random.Random(0), []
     for shape in shapes(ndims):
         torch.manual_seed(0)
-        dense = [torch.randn(shape, dtype=F64) for _ in range(operands)]
+        wide = (shape[0], shape[1] * wider, *shape[2:])
+        dense = [torch.randn(wide, dtype=F64) for _ in range(operands)]
         expected = _tensors(call(*dense))
         for _ in range(tries):
             given = [laid_out(x, draw) for x in dense]
@@ -153,12 +158,18 @@ def _tensors(result):
 
 
 @pytest.mark.parametrize(
-    ("calls", "operands", "ndims"),
-    [(FORWARD, 1, (4, 5)), (FLAT, 1, (4,)), (BACKWARD, 2, (4, 5)), (FLAT_BACKWARD, 2, (4,))],
+    ("calls", "operands", "ndims", "wider"),
+    [
+        (FORWARD, 1, (4, 5), 1),
+        (FLAT, 1, (4,), 1),
+        (BACKWARD, 2, (4, 5), 1),
+        (FLAT_BACKWARD, 2, (4,), 1),
+        ([grouped_backward], 2, (4, 5), 4),
+    ],
 )
-def test_no_kernel_that_runs_misreads_a_dim_of_size_1(calls, operands, ndims):
+def test_no_kernel_that_runs_misreads_a_dim_of_size_1(calls, operands, ndims, wider):
     for call in calls:
-        assert not wrong(call, operands, ndims, tries=4)
+        assert not wrong(call, operands, ndims, 4, wider)
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
@@ -185,14 +196,19 @@ def test_no_kernel_that_runs_misreads_weights_with_strides(last):
         torch.testing.assert_close(got, want)
 
 
-def test_a_kernel_that_is_mended_needs_it():
-    # If a later torch reads these layouts right, its entry in MISREAD can go.
+def batch_norm_of_torch(g, x):
+    w, dims = weights(x), (0, 2, 3)
+    mean, scale = x.mean(dims), (x.var(dims, unbiased=False) + 1e-5).rsqrt()
     op = aten.native_batch_norm_backward.default
-    assert [*MISREAD] == [op]
+    return op(g, x, w, w * 0.1, w * 0.3, mean, scale, True, 1e-5, [True] * 3)
 
-    def plain(g, x):
-        w, dims = weights(x), (0, 2, 3)
-        mean, scale = x.mean(dims), (x.var(dims, unbiased=False) + 1e-5).rsqrt()
-        return op(g, x, w, w * 0.1, w * 0.3, mean, scale, True, 1e-5, [True] * 3)
 
-    assert wrong(plain, 2, (4,), tries=6)
+def convolution_of_torch(g, x):
+    return grouped_backward(g, x, call=aten.convolution_backward.default)
+
+
+@pytest.mark.parametrize(("call", "wider"), [(batch_norm_of_torch, 1), (convolution_of_torch, 4)])
+def test_a_kernel_that_is_mended_needs_it(call, wider):
+    # If a later torch reads these layouts right, its entry in MISREAD can go.
+    assert len(MISREAD) == 2
+    assert wrong(call, 2, (4,), 6, wider)
