@@ -24,6 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 import dcpc
 from dcpc.ir import BucketPlan
 from dcpc.runtime.data.steps import MicroBatch, Step
+from dcpc.runtime.parameters.store import WholeStore
+from dcpc.runtime.step.on_group import OnGroup
 from dcpc.runtime.step.step import train_step
 from examples.forced import ForcedVariant, OwnPlans
 from examples.stdlib_source import BEGIN, IGNORE, PAD, StdlibSource
@@ -116,8 +118,8 @@ class FixedSp:
         self.steps = list(islice(self.loader, skip, skip + count))
 
     def run(self, index: int) -> float:
-        parameters = self.model.parameters()
-        return float(train_step(self._call, self.steps[index], parameters, self.groups).loss)
+        store = WholeStore(self.model.parameters(), self.groups)
+        return float(train_step(OnGroup(self._call, store), self.steps[index]).loss)
 
     def _call(self, mb: MicroBatch, inputs: Mapping[str, Tensor]) -> Tensor:
         assert mb.sp == self._variant.placement.sp, f"planned for sp {mb.sp}"

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import dcpc
 from dcpc.ir import BucketPlan
 from dcpc.runtime.data.steps import MicroBatch, Step
+from dcpc.runtime.parameters.store import WholeStore
+from dcpc.runtime.step.on_group import OnGroup
 from dcpc.runtime.step.step import train_step
 from examples.baselines import Dcpc
 from examples.forced import ForcedVariant, OwnPlans
@@ -65,8 +67,8 @@ class FixedSp:
             variant.prepare({**bucket.sizes, "batch": 1})
 
     def run(self, index: int) -> float:
-        parameters = self.model.parameters()
-        return float(train_step(self._call, self.steps[index], parameters, self.groups).loss)
+        store = WholeStore(self.model.parameters(), self.groups)
+        return float(train_step(OnGroup(self._call, store), self.steps[index]).loss)
 
     def _call(self, mb: MicroBatch, inputs: Mapping[str, Tensor]) -> Tensor:
         return self._variants[mb.bucket](**inputs)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import nn
 
 from dcpc.errors import DcpcError
@@ -11,6 +9,7 @@ from dcpc.plan.following import state_tensors
 from dcpc.plan.planning import Planned
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import refuse_different, share_of
+from dcpc.runtime.step.execution import StepState
 
 
 class AgreedState:
@@ -31,11 +30,11 @@ class AgreedState:
         """Takes down that the user loaded a state."""
         self._loads += 1
 
-    def of_step(self, problem: DcpcError | None) -> tuple[str, Callable[[], None]]:
-        """Returns what has to be the same on all ranks before a step, and what they do then.
+    def of_step(self, problem: DcpcError | None) -> StepState:
+        """Returns the state that has to be the same on all ranks before a step.
 
         Args:
-            problem: with this rank's model; raised by the second.
+            problem: with this rank's model; its text is compared, and `check` raises it.
         """
         alone = self._groups.world == 1
         tensors = {} if alone else state_tensors(self._model, self._planned)
@@ -53,4 +52,4 @@ class AgreedState:
                 refuse_different(tensors, self._groups)
                 self._compared_loads = loads
 
-        return f", {text}", check
+        return StepState(f", {text}", check)

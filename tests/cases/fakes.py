@@ -1,5 +1,6 @@
 """A model, a dataset and a compiled model that are small, exact and need no compiler."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,9 @@ from dcpc.buckets import Bucket, Buckets
 from dcpc.ir import BucketPlan, PlanRow, ValueRange
 from dcpc.runtime.data.steps import MicroBatch
 from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.planner.own_lengths import OwnLengths
+from dcpc.runtime.step.on_group import OnGroup
 
 VOCABULARY = 11
 LONG = 8
@@ -118,6 +121,10 @@ class Tiny(torch.nn.Module):
         x = torch.tanh(self.mix(self.embed(input_ids)))
         logits = self.head(x * self.long if long else x)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    def on(self, groups: Groups) -> OnGroup:
+        """Runs its steps."""
+        return OnGroup(functools.partial(self.call, groups), WholeStore(self.parameters(), groups))
 
     def call(
         self, groups: Groups, mb: MicroBatch, inputs: Mapping[str, torch.Tensor]

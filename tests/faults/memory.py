@@ -19,7 +19,7 @@ import dcpc
 from dcpc.compiled.dispatch import Dispatch
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.local_ranks import RanksError, run_ranks
-from dcpc.runtime.step import turns
+from dcpc.runtime.step.on_group import OnGroup
 from models.gpt import GPT, GPTConfig
 from tests.fuzz.memory_limit import MemoryLimit
 
@@ -132,7 +132,7 @@ def short_of_memory(rank: int, seed: int, mode: str, sp: int | str, world: int) 
         return hit
 
     limit = MemoryLimit(at=fails)
-    with limit.around(turns, "run_turns"):
+    with limit.around(OnGroup, "run_turns"):
         for _ in range(2):
             for step in training.loader:
                 training.run(step)

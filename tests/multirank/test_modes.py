@@ -1,6 +1,5 @@
 """Real steps of every mode: gradients of one device, equal loss curves, a planner that dies."""
 
-import functools
 import os
 import warnings
 
@@ -50,8 +49,7 @@ def tiny_errors(rank: int, world: int) -> dict[str, float]:
         model, seen, worst = Tiny(), [], 0.0
         for step in loader:
             model.zero_grad()
-            call = functools.partial(model.call, groups)
-            result = train_step(call, step, model.parameters(), groups)
+            result = train_step(model.on(groups), step)
             alone, total, count = Tiny(), torch.zeros((), dtype=torch.float64), 0
             for mb in step.plan.micro_batches:
                 seen += mb.sample_ids

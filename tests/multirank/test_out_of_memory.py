@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dcpc
-from dcpc.runtime.step import turns
+from dcpc.runtime.step.on_group import OnGroup
 from tests.cases.exactness import SPLITTING
 from tests.cases.launch import RanksError, run_ranks
 from tests.cases.ragged import LENGTHS, Ragged, gpt
@@ -71,7 +71,7 @@ def train(
     limit_at = [first]
     errors, samples = [], []
     with ExitStack() as stack:
-        stack.enter_context(limit.around(turns, "run_turns"))
+        stack.enter_context(limit.around(OnGroup, "run_turns"))
         for _ in range(epochs):
             for step in loader:
                 before = limit.raised

@@ -1,5 +1,3 @@
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +6,9 @@ from dcpc.errors import DataError, GroupError
 from dcpc.runtime.data.loader import DataLoader
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.step.gradients import reduce_gradients
+from dcpc.runtime.step.on_group import OnGroup
 from dcpc.runtime.step.step import train_step
 from tests.cases.fakes import LONG, Ragged, RaggedWithDims, Tiny, compiled_for
 from tests.cases.launch import run_ranks
@@ -49,7 +49,7 @@ def epoch(world: int) -> float:
     worst = 0.0
     for step in loader:
         model.zero_grad()
-        result = train_step(functools.partial(model.call, groups), step, model.parameters(), groups)
+        result = train_step(model.on(groups), step)
         loss, grads = expected(data, step)
         worst = max(worst, abs(result.loss.item() / loss.item() - 1))
         for name, p in model.named_parameters():
@@ -70,7 +70,6 @@ def over_ranks(rank: int, world: int) -> float:
 def special_cases(rank: int):
     groups = Groups.default(timeout_s=20)
     model = Tiny()
-    call = functools.partial(model.call, groups)
     compiled = compiled_for(groups, {4: (1, 1), 16: (1, 1)})
 
     def steps(lengths: list[int], **options) -> list[Step]:
@@ -79,23 +78,23 @@ def special_cases(rank: int):
 
     # One sample: the other rank has nothing to do, and still takes part.
     (step,) = steps([16], tokens_per_step=99, weight="labels")
-    train_step(call, step, model.parameters(), groups)
+    train_step(model.on(groups), step)
     first = {k: None if p.grad is None else p.grad.clone() for k, p in model.named_parameters()}
     _, alone = expected(RaggedWithDims([16]), step)
     for k, g in alone.items():
         assert (g is None) == (first[k] is None), k
         assert g is None or torch.allclose(first[k], g, rtol=1e-12, atol=1e-15), k
     # Gradients that are there are kept, not summed over the ranks again.
-    train_step(call, step, model.parameters(), groups)
+    train_step(model.on(groups), step)
     assert torch.allclose(model.mix.weight.grad, 2 * first["mix.weight"], rtol=1e-12)
     # All labels of the only sample ignored.
     (step,) = steps([4], tokens_per_step=99, weight=lambda inputs: 0.0)
     with pytest.raises(DataError, match=r"step 0 of epoch 0: got a total weight of 0\.0"):
-        train_step(call, step, model.parameters(), groups)
+        train_step(model.on(groups), step)
     # Ranks in different steps, or with different models.
     two = steps([4, 4], tokens_per_step=4)
     with pytest.raises(GroupError, match=r"rank 0: step 0 of epoch 0.*rank 1: step 1 of epoch 0"):
-        train_step(call, two[rank], model.parameters(), groups)
+        train_step(model.on(groups), two[rank])
     with pytest.raises(GroupError, match=r"rank 0: reduce_gradients of 1 parameters, 6 el.*rank 1"):
         reduce_gradients([model.long, model.unused][rank : rank + 1], groups)
     return True
@@ -113,7 +112,6 @@ def drawn_apart(rank: int):
     """Rank 0 has drawn once more than its peer."""
     groups, model = Groups.default(timeout_s=20), Tiny()
     compiled = compiled_for(groups, {4: (1, 1), 16: (2, 1)})
-    call = functools.partial(model.call, groups)
     for lengths, differs in (([4, 4], False), ([4, 16], True)):
         torch.manual_seed(rank)
         (step,) = DataLoader(
@@ -121,9 +119,9 @@ def drawn_apart(rank: int):
         )
         if differs:
             with pytest.raises(DataError, match=r"samples \[1\]: ranks 0,1 take them together"):
-                train_step(call, step, model.parameters(), groups)
+                train_step(model.on(groups), step)
         else:
-            train_step(call, step, model.parameters(), groups)
+            train_step(model.on(groups), step)
     return True
 
 
@@ -176,7 +174,7 @@ def test_a_step_that_fails_leaves_gradients_as_they_were():
         return model.call(groups, mb, inputs)
 
     with pytest.raises(RuntimeError, match="injected"):
-        train_step(failing, step, model.parameters(), groups)
+        train_step(OnGroup(failing, WholeStore(model.parameters(), groups)), step)
     assert len(calls) == 2
     for p, grad in zip(model.parameters(), before, strict=True):
         assert torch.equal(p.grad, grad)

@@ -5,7 +5,7 @@ import torch
 
 import dcpc
 from dcpc.runtime.groups.local_ranks import run_ranks
-from dcpc.runtime.step import turns
+from dcpc.runtime.step.on_group import OnGroup
 from tests.cases.exactness import SPLITTING
 from tests.cases.outputs import (
     BUCKETS,
@@ -123,7 +123,7 @@ def test_outputs_count_in_what_a_step_may_need():
         compiled.train_step(step, outputs=outputs)  # traces what runs below
         compiled.zero_grad()
         limit = MemoryLimit()
-        with limit.around(turns, "run_turns"):
+        with limit.around(OnGroup, "run_turns"):
             compiled.train_step(step, outputs=outputs)
         measured.append(limit.most_bytes)
         edition = [compiled._editions.first, *compiled._editions._with_outputs.values()][-1]

@@ -20,7 +20,9 @@ from dcpc.runtime.data.arguments import check_choice, check_step
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.planner.speeds import speeds_line
+from dcpc.runtime.step.execution import StepState
 from dcpc.runtime.step.gradients import check_norm, clip_gradients, reduce_gradients
+from dcpc.runtime.step.on_group import OnGroup
 from dcpc.runtime.step.result import StepResult
 from dcpc.runtime.step.step import train_step
 
@@ -80,11 +82,10 @@ class TrainedModel(ModelInsight):
             agree(self.groups, self.groups.world, "step", "", refused)
         self._store.check_ready("a train step")
         edition, problem = self._step_edition(output_kind("train_step", outputs))
-        state, check = self._agreed.of_step(problem)
-        options = {"clip": clip, "nonfinite": nonfinite, "state": state}
+        state = self._agreed.of_step(problem)
 
         def attempt(step: Step) -> StepResult:
-            return self._attempt(step, edition, check, **options)
+            return self._attempt(step, edition, state, clip=clip, nonfinite=nonfinite)
 
         what = f"train_step, step {step.index} of epoch {step.epoch}"
         try:
@@ -113,39 +114,31 @@ class TrainedModel(ModelInsight):
         return edition, problem
 
     def _attempt(
-        self, step: Step, edition: Edition, check: Callable[[], None], **options: Any
+        self, step: Step, edition: Edition, state: StepState, **options: Any
     ) -> StepResult:
         """Returns what comes of a step as it is planned now.
 
         Args:
             step: which one.
             edition: runs it.
-            check: as for `runtime.step.step.train_step`.
+            state: as for `runtime.step.step.train_step`.
             options: of it.
         """
         dispatch, made = edition.dispatch, edition.planned.loss
         run = StepRun(step, dispatch, made if isinstance(made, WithOutputs) else None)
 
         def check_all() -> None:
-            check()
-            if run.made is not None:
-                self._settings_of(edition).choose(step.plan, self._tighter.budgets)
+            state.check()
+            self._settings_of(edition).choose(step.plan, self._tighter.budgets)
 
+        told = state
         if run.made is not None:
-            options["state"] += f", outputs of {edition.text}"
-        result = train_step(
-            run,
-            step,
-            self._store,
-            self.groups,
-            prepare=dispatch.prepare,
-            delivering=delivering,
-            in_rounds=dispatch if self._store.in_rounds else None,
-            comm_bucket_bytes=self.comm_bucket_bytes,
-            check=check_all,
-            every=self._learned.learns,
-            **options,
+            told = replace(state, text=f"{state.text}, outputs of {edition.text}", check=check_all)
+        rounds = dispatch if self._store.in_rounds else None
+        execution = OnGroup(
+            run, self._store, dispatch.prepare, delivering, rounds, self.comm_bucket_bytes
         )
+        result = train_step(execution, step, state=told, every=self._learned.learns, **options)
         return replace(result, outputs=run.outputs())
 
     def _settings_of(self, edition: Edition) -> OutputSettings:
@@ -188,9 +181,9 @@ class TrainedModel(ModelInsight):
         """
         self._store.check_ready("reduce_gradients")
         self._refuse_by_hand("reduce_gradients")
-        state, check = self._agreed.of_step(None)
+        state = self._agreed.of_step(None)
         with self.groups.watch.section("reduce_gradients"):
-            reduce_gradients(self.model.parameters(), self.groups, state=state, check=check)
+            reduce_gradients(self.model.parameters(), self.groups, state)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scales a gradient longer than `max_norm` down to it; returns its norm before.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,14 +12,13 @@ from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.reduction import Reduction, summary, trained
 from dcpc.runtime.parameters.store import WholeStore
+from dcpc.runtime.step.execution import StepState
 
 
 def reduce_gradients(
     parameters: Iterable[torch.nn.Parameter],
     groups: Groups,
-    *,
-    state: str = "",
-    check: Callable[[], None] | None = None,
+    state: StepState | None = None,
 ) -> None:
     """Sums every parameter's gradient over all ranks, in place; alone: nothing.
 
@@ -30,16 +29,14 @@ def reduce_gradients(
     Args:
         parameters: all of the model's, in the same order on every rank; tied ones count once.
         groups: the process groups.
-        state: of the model, as for `train_step`.
-        check: as for `train_step`.
+        state: state of the model, as for `train_step`.
 
     Raises:
         GroupError: the ranks have different parameters, or one did not arrive.
     """
-    params = trained(parameters)
-    agree(groups, groups.world, "reduce_gradients of", summary(params) + state)
-    if check is not None:
-        check()
+    params, state = trained(parameters), state or StepState()
+    agree(groups, groups.world, "reduce_gradients of", summary(params) + state.text, state.problem)
+    state.check()
     Reduction(params, groups).finish()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, cast
 
@@ -31,9 +31,11 @@ from dcpc.runtime.groups.agreement import PART, agree
 from dcpc.runtime.pipeline.forward import returned_by
 from dcpc.runtime.pipeline.grid import PipelineGrid
 from dcpc.runtime.planner.protocol import BatchPlanner
-from dcpc.runtime.step.pipelined import Inputs, OwnStage, clip_stages, pipelined_step
+from dcpc.runtime.step.execution import StepState
+from dcpc.runtime.step.in_stages import Inputs, InStages
 from dcpc.runtime.step.result import StepResult
 from dcpc.runtime.step.stats import Stats
+from dcpc.runtime.step.step import train_step
 from dcpc.symbolic_profile import Prediction
 
 
@@ -102,25 +104,16 @@ class PipelinedModel(CompiledModel):
             yield p
 
     def _attempt(
-        self, step: Step, edition: Edition, check: Callable[[], None], **options: Any
+        self, step: Step, edition: Edition, state: StepState, **options: Any
     ) -> StepResult:
         """Returns what comes of a step on all stages, the gradients summed over the pipelines."""
         made = edition.planned.loss
         outputs = StepOutputs(edition, made, self._own) if isinstance(made, WithOutputs) else None
-        try:
-            check()
-        except DcpcError as error:
-            options["problem"] = error
-        seeds = {
-            mb.number: self._seeds.of_micro_batch(step.epoch, step.index, mb.number)
-            for mb in step.micro_batches
-        }
-        del options["state"]  # ranks have the parameters of their stages
-        own = replace(self._running(edition), returned=outputs)
-        result = pipelined_step(own, step, seeds, **options)
+        execution = replace(self._running(edition), returned=outputs)
+        result = train_step(execution, step, state=state, **options)
         return result if outputs is None else replace(result, outputs=outputs.of(step))
 
-    def _running(self, edition: Edition) -> OwnStage:
+    def _running(self, edition: Edition) -> InStages:
         """Returns what this rank runs of an edition, with the model's parameters as they are."""
         dispatch, by_bucket = edition.dispatch, edition.planned.by_bucket
         programs = {ones_of(b.sizes): (v, dispatch.unpadding(b)) for b, v in by_bucket.items()}
@@ -134,7 +127,8 @@ class PipelinedModel(CompiledModel):
             return self._stages.sum_gradients(self.model, self._grid)
 
         named, store = self._stages.named(self.model), self._stages
-        return OwnStage(self._grid, settings, named, store, summed, given)
+        seed = self._seeds.of_micro_batch
+        return InStages(self._grid, settings, named, store, summed, given, seed)
 
     def _without_padding(
         self, edition: Edition, bucket: Bucket, inputs: Inputs, sizes: Sizes
@@ -164,7 +158,7 @@ class PipelinedModel(CompiledModel):
         Returns:
             Its norm before, over all stages.
         """
-        return clip_stages(self._running(self._editions.first), max_norm)
+        return self._running(self._editions.first).clip(max_norm)
 
     def forward(self, *args: Tensor, outputs: bool | str | Tensor = False, **inputs: Tensor) -> Any:
         """Returns the loss of a batch, under `torch.no_grad()`; see `evaluate`.

@@ -166,7 +166,7 @@ class OwnSetting:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """Keeps what micro-batches return; it is a `runtime.step.pipelined.Returned`.
+    """Keeps what micro-batches return; it is a `runtime.step.in_stages.Returned`.
 
     Attributes:
         edition: graphs that return it.

@@ -22,6 +22,7 @@ from dcpc.runtime.groups.subsets import subset
 from dcpc.runtime.parameters.store import RowStore, WholeStore
 from dcpc.runtime.pipeline.grid import PipelineGrid
 from dcpc.runtime.pipeline.layout import PipelineLayout
+from dcpc.runtime.step.execution import StepState
 
 
 class StageStore(WholeStore):
@@ -176,20 +177,14 @@ class AgreedStages(AgreedState):
     def loaded(self) -> None:
         """Does nothing: a step compares the next share as ever."""
 
-    def of_step(self, problem: DcpcError | None) -> tuple[str, Callable[[], None]]:
-        """Returns an empty text, and what raises the first problem; collective over all ranks.
+    def of_step(self, problem: DcpcError | None) -> StepState:
+        """Returns the first problem, for all ranks to raise; collective over all ranks.
 
         Args:
             problem: with this rank's model; None: there is none.
         """
         apart = self._apart()  # all ranks take part, whatever is wrong here
-        found = problem or apart
-
-        def check() -> None:
-            if found is not None:
-                raise found
-
-        return "", check
+        return StepState(problem=problem or apart)
 
     def _apart(self) -> GroupError | None:
         """Returns which ranks of a stage have other values of its parameters than the first.

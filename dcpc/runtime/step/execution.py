@@ -1,0 +1,83 @@
+"""The part of a step that differs between a model on groups of ranks and one in stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from dcpc.errors import DcpcError
+from dcpc.runtime.data.steps import Step
+from dcpc.runtime.parameters.store import WholeStore
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """The numbers of this rank's part of a step.
+
+    Attributes:
+        loss: part of the step's loss that this rank counts.
+        micro_batch_s: measured seconds of each micro-batch of this rank; 0: it did not run.
+        reduction_s: measured seconds from the last micro-batch to the sum of gradients.
+        reduced_bytes: gradients that this rank put into the sum.
+        early_bytes: those of them that were on the way before the last backward had ended.
+    """
+
+    loss: float
+    micro_batch_s: tuple[float, ...]
+    reduction_s: float
+    reduced_bytes: int
+    early_bytes: int = 0
+
+
+class Execution(Protocol):
+    """Runs this rank's part of steps: `OnGroup`, or `InStages`."""
+
+    @property
+    def store(self) -> WholeStore:
+        """The parameters, and the ranks that train them."""
+
+    def ready(self, step: Step) -> str:
+        """Returns text that must be the same on all ranks; sends nothing.
+
+        Args:
+            step: the one that `run` runs next.
+
+        Raises:
+            DcpcError: this rank cannot run it; all ranks raise it.
+        """
+
+    def run(self, step: Step, total: float) -> Ran:
+        """Adds a step's gradient, summed over all ranks, to `grad` of the store's parameters.
+
+        Args:
+            step: all ranks are in it.
+            total: sum of the weights of all micro-batches.
+        """
+
+    def clip(self, max_norm: float) -> float:
+        """Scales the summed gradient down to a largest norm; returns its norm before.
+
+        Args:
+            max_norm: above 0, in the 2-norm.
+        """
+
+
+def _nothing() -> None:
+    """Checks nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """The state of the model that a step starts from, as ranks compare it.
+
+    Attributes:
+        text: the same on every rank, begins with ", ".
+        check: runs once all ranks are known to have the same text; what it raises it raises on
+            every rank.
+        problem: reason why this rank cannot take the step, which all ranks raise; None: it can.
+    """
+
+    text: str = ""
+    check: Callable[[], None] = _nothing
+    problem: DcpcError | None = None

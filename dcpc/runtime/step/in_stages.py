@@ -1,0 +1,185 @@
+"""A step of a model in stages: this rank's schedule, then one sum of all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dcpc.buckets import BATCH, Bucket, Sizes
+from dcpc.errors import PlanError
+from dcpc.runtime.data.steps import MicroBatch, Step
+from dcpc.runtime.parameters.store import WholeStore
+from dcpc.runtime.pipeline.executor import PipelineBatch, run_schedule
+from dcpc.runtime.pipeline.forward import from_last
+from dcpc.runtime.pipeline.grid import PipelineGrid
+from dcpc.runtime.pipeline.schedule import PipelineSchedule, check
+from dcpc.runtime.pipeline.stage import Shaped, StageSetting
+from dcpc.runtime.step.clock import Clock
+from dcpc.runtime.step.execution import Ran
+from dcpc.runtime.step.facts import gather_facts
+from dcpc.runtime.step.gradients import check_norm
+
+Inputs = Mapping[str, Tensor]
+# (bucket, inputs, lengths of all dims) -> inputs and lengths that stages take.
+Given = Callable[[Bucket, Inputs, Sizes], tuple[Inputs, Sizes]]
+
+
+class Returned(Protocol):
+    """Takes what the micro-batches of a step return."""
+
+    def shapes(self, mb: MicroBatch, sizes: Sizes) -> Sequence[Shaped]:
+        """Returns shape and dtype of what the last stage returns, the loss first."""
+
+    def take(self, mb: MicroBatch, tensors: Sequence[Tensor]) -> None:
+        """Takes what a micro-batch returned."""
+
+
+@dataclass
+class InStages:
+    """Runs this rank's stage of a model in stages; it is an `Execution`.
+
+    Attributes:
+        grid: where it is among the stages and pipelines.
+        settings: its stage with each setting of recompute.
+        parameters: of the model by name: those that its stage reads.
+        store: what holds them, for an optimizer.
+        summed: sums their gradients over all ranks, and returns the bytes that were summed.
+        given: returns what stages take of a micro-batch, the same on all ranks of a pipeline.
+        seed: (epoch, number of the step, of the micro-batch) -> seed of its random numbers.
+        returned: takes what forward returns; None: the loss alone is wanted.
+    """
+
+    grid: PipelineGrid
+    settings: Sequence[StageSetting]
+    parameters: Mapping[str, nn.Parameter]
+    store: WholeStore
+    summed: Callable[[], int]
+    given: Given
+    seed: Callable[[int, int, int], int]
+    returned: Returned | None = None
+    _schedule: PipelineSchedule = field(default=PipelineSchedule((), ()))
+    _batches: list[PipelineBatch] = field(default_factory=list)
+
+    @property
+    def mine(self) -> list[nn.Parameter]:
+        """What an optimizer has of gradients that this rank counts: no element counts twice."""
+        grid, found = self.grid, list[nn.Parameter]()
+        first = not grid.replica and not grid.lane
+        for name, p in self.parameters.items():
+            if p.requires_grad:
+                kept = self.store.shard(p)
+                alone = kept is p or not p.dim()  # whole on each rank that reads it
+                if not alone or (first and min(grid.readers[name]) == grid.stage):
+                    found.append(kept)
+        return found
+
+    def ready(self, step: Step) -> str:
+        """Returns how many stages there are; the step's schedule ends, and its inputs are here.
+
+        Args:
+            step: from the loader, planned for these stages.
+
+        Raises:
+            PlanError: the schedule does not end, or is none of these stages.
+        """
+        self._schedule = _schedule(self.grid, step)
+        self._batches = [self._batch(step, mb) for mb in step.micro_batches]
+        return f"{self.grid.stages} stages"
+
+    def _batch(self, step: Step, mb: MicroBatch) -> PipelineBatch:
+        """Returns a micro-batch as the executor takes it, on this rank's device."""
+        rows = step.plan.micro_batches[mb.number].batch
+        found = mb.inputs_on(self.grid.groups.device)
+        inputs, sizes = self.given(mb.bucket, found, {**mb.bucket.sizes, BATCH: rows})
+        return PipelineBatch(inputs, sizes, mb.weight, self.seed(step.epoch, step.index, mb.number))
+
+    def run(self, step: Step, total: float) -> Ran:
+        """Adds a step's gradient, summed over all ranks, to this stage's parameters.
+
+        Args:
+            step: all ranks are in it.
+            total: sum of the weights of all micro-batches.
+        """
+        # Where no label counts a mean is NaN, and so is NaN * 0: all stages leave it out.
+        counted = [i for i, mb in enumerate(step.micro_batches) if mb.weight != 0]
+        every = self._batches
+        shares = [replace(every[i], weight=every[i].weight / total) for i in counted]
+        part, grid = None, self.grid
+        clock, schedule = Clock(grid.groups.device), self._schedule.only(counted)
+        if counted:
+            made = dict[int, Sequence[Tensor]]()
+            keep = None if self.returned is None else made.__setitem__
+            part = run_schedule(self.settings, shares, schedule, grid, clock.mark, keep)
+            if self.returned is not None:
+                for place, number in enumerate(counted):
+                    mb, sizes = step.micro_batches[number], shares[place].sizes
+                    shapes = self.returned.shapes(mb, sizes)
+                    self.returned.take(mb, from_last(made.pop(place, ()), shapes, grid))
+        sums = Clock(grid.groups.device)
+        sums.mark()
+        reduced_bytes = self.summed()
+        sums.mark()
+        (reduction_s,) = sums.spans_s()
+        micro_batch_s = [0.0] * len(step.micro_batches)
+        order = schedule.orders[grid.stage]
+        for action, took_s in zip(order, clock.spans_s()[::2], strict=True):
+            micro_batch_s[counted[action.micro_batch]] += took_s
+        own_loss = 0.0 if part is None or grid.lane else float(part)  # the same in every lane
+        return Ran(own_loss, tuple(micro_batch_s), reduction_s, reduced_bytes)
+
+    def clip(self, max_norm: float) -> float:
+        """Scales a gradient of the whole model that is too long down to `max_norm`, in place.
+
+        Collective over all ranks. A parameter that several stages read counts once.
+
+        Args:
+            max_norm: above 0, in the 2-norm.
+
+        Returns:
+            The norm of the whole model's gradient before.
+
+        Raises:
+            DataError: `max_norm` is no positive number.
+        """
+        check_norm(max_norm)
+        counted = [_local(grad) for p in self.mine if (grad := p.grad) is not None]
+        squares = float(torch.nn.utils.get_total_norm(counted).double() ** 2) if counted else 0.0
+        norm = gather_facts([squares], self.grid.groups).sum().sqrt()
+        held = [self.store.shard(p) for p in self.parameters.values()]
+        share = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grads_with_norm_
+        for gradient in [_local(p.grad) for p in held if p.grad is not None]:
+            gradient.mul_(share.to(gradient.device))
+        return float(norm)
+
+
+def _local(gradient: Any) -> Tensor:
+    """Returns a gradient, of one whose rows ranks share out this rank's."""
+    found: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return found
+
+
+def _schedule(grid: PipelineGrid, step: Step) -> PipelineSchedule:
+    """Returns the schedule of this rank's pipeline, once it is known to end.
+
+    Raises:
+        PlanError: it does not, or the step was planned for other stages.
+    """
+    told = step.plan.pipelines
+    if len(told) != grid.replicas:
+        raise PlanError(
+            f"step {step.index} of epoch {step.epoch}: got schedules of {len(told)} pipelines; "
+            f"expected {grid.replicas}; make the loader of this compiled model"
+        )
+    try:
+        found = PipelineSchedule.of_text(told[grid.replica])
+    except (ValueError, IndexError) as e:
+        raise PlanError(
+            f"step {step.index} of epoch {step.epoch}: got a schedule that cannot be read ({e}); "
+            "expected one that the loader made; run the same dcpc on all ranks"
+        ) from e
+    check(found, len(step.micro_batches))
+    return found

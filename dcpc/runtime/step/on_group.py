@@ -1,0 +1,243 @@
+"""A step on groups of ranks: a rank's micro-batches one after the other, one sum of gradients."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dcpc.errors import PlanError
+from dcpc.runtime.data.steps import MicroBatch, Step
+from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.parameters.reduction import (
+    COMM_BUCKET_BYTES,
+    GivenUpError,
+    Reduction,
+    summary,
+    trained,
+)
+from dcpc.runtime.parameters.store import WholeStore
+from dcpc.runtime.planner.plans import PlannedMicroBatch, rounds_of
+from dcpc.runtime.step.clock import Clock
+from dcpc.runtime.step.execution import Ran
+from dcpc.runtime.step.facts import gather_facts
+from dcpc.runtime.step.gradients import clip_gradients
+from dcpc.runtime.step.shortage import Attempt, OutOfMemoryInStepError, Shortage
+
+ModelCall = Callable[[MicroBatch, Mapping[str, torch.Tensor]], torch.Tensor]
+# (takes a parameter and its gradient) -> context; backward of what is called in it hands each
+# gradient over as soon as it is final, and adds nothing to `grad` itself.
+Delivering = Callable[["Deliver"], AbstractContextManager[object]]
+Deliver = Callable[[torch.nn.Parameter, torch.Tensor], None]
+
+
+class InRounds(Protocol):
+    """What a step in rounds asks of the model."""
+
+    def begin(self, together: Sequence[PlannedMicroBatch]) -> None:
+        """Begins a round, in which the ranks run these."""
+
+    def idle(self, deliver: Deliver) -> None:
+        """Takes part in a round in which this rank runs nothing.
+
+        Args:
+            deliver: takes what is taken for a parameter, and this rank's rows of its gradient.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a rank does next.
+
+    Attributes:
+        own: what it runs; None: nothing, but it takes part in what others run.
+        together: what ranks of a block run in this round; empty: ranks go on without each other.
+    """
+
+    own: MicroBatch | None
+    together: tuple[PlannedMicroBatch, ...] = ()
+
+
+@dataclass(frozen=True)
+class OnGroup:
+    """Runs micro-batches, each on the ranks of its group; it is an `Execution`.
+
+    Attributes:
+        call: (micro-batch, its inputs on the device) -> the loss, scalar; each rank of the
+            micro-batch's group gets the same one and differentiates its share of it.
+        store: parameters of the model, and the ranks the step was planned for.
+        prepare: compiles what a micro-batch needs, before seconds are measured.
+        delivering: lets backward hand over gradients before it ends; None: it does not.
+        in_rounds: the model, for a store whose parameters are gathered.
+        comm_bucket_bytes: gradients that are sent at once.
+    """
+
+    call: ModelCall
+    store: WholeStore
+    prepare: Callable[[MicroBatch], None] | None = None
+    delivering: Delivering | None = None
+    in_rounds: InRounds | None = None
+    comm_bucket_bytes: int = COMM_BUCKET_BYTES
+
+    def ready(self, step: Step) -> str:
+        """Returns which parameters are trained."""
+        return summary(trained(self.store.whole))
+
+    def run(self, step: Step, total: float) -> Ran:
+        """Adds a step's gradient, summed over all ranks, to `grad` of the store's parameters.
+
+        Args:
+            step: all ranks are in it.
+            total: sum of the weights of all micro-batches.
+
+        Raises:
+            OutOfMemoryInStepError: on all ranks, where one gave the step up.
+            PlanError: a group of ranks does not fit the blocks that share parameters out.
+        """
+        groups = self.store.groups
+        groups.prepare(step.plan.ranges)
+        turns = self._turns(step)
+        for turn in turns:
+            if self.in_rounds is not None:
+                self.in_rounds.begin(turn.together)
+            if self.prepare is not None and turn.own is not None:
+                self.prepare(turn.own)
+        reduction = self.store.reduction(self.comm_bucket_bytes)
+        clock = Clock(groups.device)
+        share = self._summed(step, turns, total, reduction, clock)
+        clock.mark()
+        *micro_batch_s, reduction_s = clock.spans_s()
+        sent = reduction.total_bytes, reduction.early_bytes
+        return Ran(share, tuple(micro_batch_s), reduction_s, *sent)
+
+    def clip(self, max_norm: float) -> float:
+        """Scales the summed gradient down to a largest norm; returns its norm before."""
+        return clip_gradients(self.store.kept, max_norm)
+
+    def _turns(self, step: Step) -> list[Turn]:
+        """Returns what this rank does, in order."""
+        store, rank = self.store, self.store.groups.rank
+        if not store.in_rounds:
+            return [Turn(mb) for mb in step.micro_batches]
+        own = iter(step.micro_batches)
+        return [
+            Turn(next(own) if any(rank in mb.ranks for mb in together) else None, together)
+            for together in rounds_of(step.plan, rank, store.block)
+        ]
+
+    def _summed(
+        self, step: Step, turns: Sequence[Turn], total: float, reduction: Reduction, clock: Clock
+    ) -> float:
+        """Returns this rank's part of the step's loss; all ranks' gradients are summed then."""
+        groups = self.store.groups
+        attempt = Attempt(groups, step.micro_batches)
+        share, shortage = 0.0, None
+        try:
+            share = self.run_turns(turns, total, reduction, clock, attempt)
+        except Exception as e:
+            shortage = attempt.given_up(e, self.in_rounds is not None)
+            if shortage is None:
+                raise
+        # The error is gone here, and with it the frames that held what the micro-batch had.
+        if shortage is not None:
+            gc.collect()
+            reduction.give_up()
+        try:
+            reduction.finish()
+        except GivenUpError:
+            raise _given_up(step, shortage, attempt, groups) from None
+        return share
+
+    def run_turns(
+        self,
+        turns: Sequence[Turn],
+        total: float,
+        reduction: Reduction,
+        clock: Clock,
+        attempt: Attempt,
+    ) -> float:
+        """Returns this rank's part of the step's loss; groups count on their first rank.
+
+        Marks the clock before the first micro-batch and after each.
+
+        Args:
+            turns: what this rank does, in order.
+            total: sum of the weights of all micro-batches.
+            reduction: sums the gradients.
+            clock: measures the seconds of each micro-batch.
+            attempt: takes down which micro-batch runs.
+        """
+        losses, groups = [], self.store.groups
+        counts = [turn.own is not None and turn.own.weight != 0 for turn in turns]
+        last = max((i for i, each in enumerate(counts) if each), default=-1)
+        clock.mark()
+        for i, turn in enumerate(turns):
+            mb = turn.own
+            if self.in_rounds is not None:
+                self.in_rounds.begin(turn.together)
+            if mb is None or not counts[i]:
+                # Every label ignored: a mean over nothing is NaN, and NaN * 0 too. All of the group
+                # skip it.
+                if self.in_rounds is not None:
+                    self.in_rounds.idle(reduction.deliver)
+                if mb is not None:
+                    clock.mark()
+                continue
+            attempt.running = mb
+            last_or_all = reduction.takes_all or i == last
+            early = self.delivering if last_or_all and groups.world > 1 else None
+            inputs = mb.inputs_on(groups.device)
+            with nullcontext() if early is None else early(reduction.deliver):
+                loss = self.call(mb, inputs)
+            if not loss.requires_grad:
+                raise _no_gradient()
+            factor = mb.weight / total
+            (loss * factor).backward()
+            reduction.collect()
+            if mb.ranks[0] == groups.rank:
+                losses.append(loss.detach().double() * factor)
+            clock.mark()
+        reduction.send()
+        return float(torch.stack(losses).sum()) if losses else 0.0
+
+
+def _no_gradient() -> PlanError:
+    """Returns the error of a loss that no gradient is made of."""
+    if not torch.is_grad_enabled():
+        return PlanError(
+            "train_step: got a call under torch.no_grad() or inference_mode(); expected "
+            "one outside, as it makes gradients; for a loss alone call evaluate()"
+        )
+    return PlanError(
+        "train_step: got a loss without a gradient; expected one that a parameter with "
+        "requires_grad=True has a part in; unfreeze some before compile, take .detach() "
+        "and argmax out of the loss, or call evaluate()"
+    )
+
+
+def _given_up(
+    step: Step, shortage: Shortage | None, attempt: Attempt, groups: Groups
+) -> OutOfMemoryInStepError:
+    """Returns who had too little memory, once all ranks know it and broken groups are made anew.
+
+    Collective over all ranks.
+
+    Args:
+        step: that was given up.
+        shortage: of this rank; None: it could have gone on.
+        attempt: of this rank.
+        groups: the process groups.
+    """
+    if groups.device.type == "cuda":
+        torch.cuda.empty_cache()
+    mine = (-1, 0) if shortage is None else (shortage.number, shortage.wanted_bytes)
+    ranges = step.plan.ranges
+    facts = gather_facts([*mine, *(key in groups.broken for key in ranges)], groups)
+    attempt.forget()
+    groups.renew([key for key, broken in zip(ranges, facts[:, 2:].any(0), strict=True) if broken])
+    every = enumerate(facts[:, :2].long().tolist())
+    return OutOfMemoryInStepError([Shortage(r, n, wanted) for r, (n, wanted) in every if n >= 0])
