@@ -24,7 +24,7 @@ from dcpc.plan.planning import Planned
 from dcpc.plan.traced import group_name
 from dcpc.runtime.data.steps import MicroBatch, Step
 from dcpc.runtime.groups.groups import Groups
-from dcpc.runtime.parameters.store import WholeStore
+from dcpc.runtime.parameters.store import ParameterStore
 from dcpc.runtime.planner.plans import PlannedMicroBatch, Setting
 from dcpc.runtime.step.stats import Stats
 from dcpc.runtime.values import out_of_range
@@ -55,7 +55,7 @@ class Dispatch:
         planned: Planned,
         groups: Groups,
         seeds: Seeds,
-        store: WholeStore,
+        store: ParameterStore,
         unpad: bool | str = False,
     ) -> None:
         """Binds the aligned blocks of ranks.

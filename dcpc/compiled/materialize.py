@@ -29,8 +29,8 @@ from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import checksum
 from dcpc.runtime.parameters.hollow import hollow
-from dcpc.runtime.parameters.modes import STORES, store_of
-from dcpc.runtime.parameters.store import WholeStore
+from dcpc.runtime.parameters.modes import gathers, store_of
+from dcpc.runtime.parameters.store import ParameterStore
 from dcpc.trace.capture.module_state import holding, put_in_place
 
 _CPU = torch.device("cpu")
@@ -44,14 +44,14 @@ def on_meta(model: nn.Module) -> bool:
 
 def made_real(
     model: nn.Module, mode: str, groups: Groups, init: Init, block: int = 0
-) -> WholeStore:
+) -> ParameterStore:
     """Returns the store of a model whose tensors of the meta device it gives memory and values.
 
     Collective over all ranks.
 
     Args:
         model: the user's; it holds new tensors afterwards.
-        mode: who holds the parameters, one of `modes.STORES`.
+        mode: way to hold the parameters, as for `store_of`.
         groups: the process groups.
         init: as for `dcpc.materialize`.
         block: ranks that share the parameters out; 0: all.
@@ -64,10 +64,8 @@ def made_real(
     _check_init(modules, init)
     device = groups.device
     _check_parameters(model, device)
-    # In rounds the model's own parameters never have memory.
-    whole = not STORES[mode].in_rounds
     meta = [p for p in model.parameters() if p.is_meta]
-    made = {id(p): hollow(p, device) if whole else p for p in meta}
+    made = {id(p): p if gathers(mode) else hollow(p, device) for p in meta}
     store = store_of(mode, [made.get(id(p), p) for p in model.parameters()], groups, block)
     filling = _Filling(store, made, device)
     problem = _fill(modules, filling, init, groups)
@@ -116,7 +114,7 @@ class _Filling:
         digest: of all values in their order.
     """
 
-    store: WholeStore
+    store: ParameterStore
     made: Mapping[int, nn.Parameter]
     device: torch.device
     buffers: dict[int, Tensor] = field(default_factory=dict)

@@ -26,10 +26,9 @@ from dcpc.runtime.checkpoint.checkpoints import Checkpoints
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import PART, agree
 from dcpc.runtime.groups.groups import Groups
-from dcpc.runtime.parameters.modes import shared_out, store_of
+from dcpc.runtime.parameters.modes import install, shared_out, store_of
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
-from dcpc.runtime.parameters.store import WholeStore
-from dcpc.runtime.parameters.unmade import UnmadeStore
+from dcpc.runtime.parameters.store import ParameterStore, WholeStore
 from dcpc.runtime.planner.protocol import BatchPlanner
 from dcpc.runtime.planner.speeds import LearnedSpeeds
 from dcpc.runtime.step.result import StepResult
@@ -75,11 +74,12 @@ class CompiledModel(TrainedModel):
         self._closed = False
         self.memory_bytes = planned.memory_bytes
         self.training = model.training
-        self._store: WholeStore = UnmadeStore(groups)
+        self._unmade = on_meta(model) and not shared_out(model)
+        self._store: ParameterStore = WholeStore((), groups)
         asked = planned.request
-        if not on_meta(model) or shared_out(model):
+        if not self._unmade:
             self._store = store_of(asked.parameters, model.parameters(), groups, asked.block)
-            self._store.install(model)
+            install(self._store, model)
         self.comm_bucket_bytes = COMM_BUCKET_BYTES  # gradients that are sent at once
         self._learned = learned
 
@@ -155,7 +155,7 @@ class CompiledModel(TrainedModel):
         if isinstance(outputs, Tensor):
             inputs, outputs = {**inputs, "outputs": outputs}, False
         kind = output_kind("a call", outputs)
-        self._store.check_ready("a call")
+        self._refuse_unmade("a call")
         if torch.is_grad_enabled():
             self._refuse_by_hand("a call with gradients")
         edition, problem = self._editions.now()
@@ -198,7 +198,7 @@ class CompiledModel(TrainedModel):
         """
         kind = output_kind("evaluate", outputs)
         refuse_arguments(batch, between, pad, self.buckets, bool(kind))
-        self._store.check_ready("evaluate")
+        self._refuse_unmade("evaluate")
         inputs = dict(batch)
         with in_eval(self.model), torch.no_grad():
             edition, problem = self._editions.now()

@@ -9,15 +9,32 @@ from torch import Tensor, nn
 
 from dcpc.compiled.agreed_state import AgreedState
 from dcpc.errors import CheckpointError, DispatchError
-from dcpc.runtime.parameters.store import WholeStore
+from dcpc.runtime.parameters.store import ParameterStore
 
 
 class OwnState(nn.Module):
     """Holds the user's model, and shows its parameters, buffers and attributes as its own."""
 
     model: nn.Module
-    _store: WholeStore
+    _store: ParameterStore
     _agreed: AgreedState
+    _unmade: bool  # on the meta device, until `dcpc.materialize`
+
+    def _refuse_unmade(self, what: str) -> None:
+        """Refuses what needs parameters, before they have memory.
+
+        Args:
+            what: is done, for the error.
+
+        Raises:
+            DispatchError: they have none.
+        """
+        if self._unmade:
+            raise DispatchError(
+                f"got {what} of a model on the meta device, whose parameters have no memory and no "
+                "values; expected one that was materialized; call dcpc.materialize(compiled) on "
+                "every rank first, and make the optimizer after it"
+            )
 
     @property
     def module(self) -> nn.Module:
@@ -26,6 +43,7 @@ class OwnState(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's own state, as without dcpc; with `DTensor`s where ranks share it."""
+        self._refuse_unmade("state_dict")
         return self._store.state_dict(self.model, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -43,6 +61,7 @@ class OwnState(nn.Module):
                 "tensors, as state_dict() gives; read a file by torch.load first, and a folder of "
                 "compiled.save by compiled.load"
             )
+        self._refuse_unmade("load_state_dict")
         values = self._store.load(state_dict, self.model)
         try:
             loaded = self.model.load_state_dict(values, *args, **kwargs)
@@ -65,6 +84,7 @@ class OwnState(nn.Module):
         They are the compiled model's own, whatever `recurse` says: it has no children, so that
         torch.distributed.checkpoint finds each once.
         """
+        self._refuse_unmade("parameters")
         for name, p in self.model.named_parameters(prefix, True, remove_duplicate):
             yield name, self._store.shard(p)
 

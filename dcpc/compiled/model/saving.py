@@ -21,7 +21,6 @@ from dcpc.runtime.checkpoint.parts import Checkpoint, Parts, Stateful
 from dcpc.runtime.checkpoint.saving import Saving
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
-from dcpc.runtime.parameters.unmade import UnmadeStore
 from dcpc.verify import Verifier
 
 
@@ -41,7 +40,7 @@ class SavedModel(OwnState):
 
         `dcpc.materialize` says how. Collective over all ranks.
         """
-        if not isinstance(self._store, UnmadeStore):
+        if not self._unmade:
             raise DispatchError(
                 "dcpc.materialize: got a compiled model that has its memory; expected one whose "
                 "model was on the meta device at compile, once; leave the call out, or load other "
@@ -57,7 +56,7 @@ class SavedModel(OwnState):
     def _make_real(self, init: Init, followed: Followed) -> None:
         asked = self.planned.request
         self._store = made_real(self.model, asked.parameters, self.groups, init, asked.block)
-        self._dispatch.store = self._store
+        self._unmade, self._dispatch.store = False, self._store
         self._dispatch.bind_blocks()
         followed.materialized(self.model)
         if init == "empty":  # what is compared with the model waits for values

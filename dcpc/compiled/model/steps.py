@@ -19,6 +19,8 @@ from dcpc.errors import DataError, DcpcError, DispatchError, explaining
 from dcpc.runtime.data.arguments import check_choice, check_step
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import agree
+from dcpc.runtime.parameters.row_store import RowStore
+from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.planner.speeds import speeds_line
 from dcpc.runtime.step.execution import StepState
 from dcpc.runtime.step.gradients import check_norm, clip_gradients, reduce_gradients
@@ -80,7 +82,7 @@ class TrainedModel(ModelInsight):
         if refused is not None:
             self._agreed.of_step(None)  # its turn is over on this rank, too
             agree(self.groups, self.groups.world, "step", "", refused)
-        self._store.check_ready("a train step")
+        self._refuse_unmade("a train step")
         edition, problem = self._step_edition(output_kind("train_step", outputs))
         state = self._agreed.of_step(problem)
 
@@ -134,9 +136,11 @@ class TrainedModel(ModelInsight):
         told = state
         if run.made is not None:
             told = replace(state, text=f"{state.text}, outputs of {edition.text}", check=check_all)
-        rounds = dispatch if self._store.in_rounds else None
+        store = self._store
+        assert isinstance(store, WholeStore | RowStore), "of a model in one piece"
+        rounds = dispatch if store.in_rounds else None
         execution = OnGroup(
-            run, self._store, dispatch.prepare, delivering, rounds, self.comm_bucket_bytes
+            run, store, dispatch.prepare, delivering, rounds, self.comm_bucket_bytes
         )
         result = train_step(execution, step, state=told, every=self._learned.learns, **options)
         return replace(result, outputs=run.outputs())
@@ -179,7 +183,7 @@ class TrainedModel(ModelInsight):
         Raises:
             DispatchError: ranks share out the parameters.
         """
-        self._store.check_ready("reduce_gradients")
+        self._refuse_unmade("reduce_gradients")
         self._refuse_by_hand("reduce_gradients")
         state = self._agreed.of_step(None)
         with self.groups.watch.section("reduce_gradients"):

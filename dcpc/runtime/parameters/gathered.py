@@ -24,8 +24,8 @@ from torch.optim.optimizer import Optimizer
 
 from dcpc.errors import DispatchError
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES, Reduction, trained
+from dcpc.runtime.parameters.row_store import RowStore
 from dcpc.runtime.parameters.rows import SharedRows
-from dcpc.runtime.parameters.store import RowStore
 
 
 class GatheredStore(RowStore):
@@ -36,7 +36,7 @@ class GatheredStore(RowStore):
     Args:
         parameters: of the model; tied ones count once.
         groups: the process groups, of more than one rank.
-        block: as for `WholeStore`.
+        block: as for `RowStore`.
     """
 
     mode = "rounds"

@@ -10,25 +10,24 @@ from torch import nn
 from dcpc.errors import DispatchError
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.gathered import GatheredStore
+from dcpc.runtime.parameters.row_store import RowStore
 from dcpc.runtime.parameters.rows import SharedRows
 from dcpc.runtime.parameters.shared import SharedStore
-from dcpc.runtime.parameters.store import RowStore, WholeStore
+from dcpc.runtime.parameters.store import ParameterStore, WholeStore
 
-STORES: dict[str, type[WholeStore]] = {
-    s.mode: s for s in (WholeStore, RowStore, SharedStore, GatheredStore)
-}
+_SHARING: dict[str, type[RowStore]] = {s.mode: s for s in (RowStore, SharedStore, GatheredStore)}
 # Those that are in use: a model that is compiled twice has one.
 _in_use: weakref.WeakSet[RowStore] = weakref.WeakSet()
 
 
 def store_of(
     mode: str, parameters: Iterable[nn.Parameter], groups: Groups, block: int = 0
-) -> WholeStore:
+) -> ParameterStore:
     """Returns who holds what of a model's parameters; a rank alone holds all.
 
     Args:
-        mode: one of `STORES`.
-        parameters: of the model; `install` of the store gives the model those it has then.
+        mode: "whole", "step", "pull" or "rounds".
+        parameters: of the model; `install` gives the model those it has then.
         groups: the process groups.
         block: ranks that share them out; 0: all.
 
@@ -47,12 +46,22 @@ def store_of(
             f"compile it with parameters={other.mode!r} as before, or delete what was compiled "
             "first"
         )
-    if groups.world == 1:
+    if groups.world == 1 or mode == WholeStore.mode:
         return WholeStore(own, groups)
-    made = STORES[mode](own, groups, block)
-    if isinstance(made, RowStore):
-        _in_use.add(made)
+    made = _SHARING[mode](own, groups, block)
+    _in_use.add(made)
     return made
+
+
+def gathers(mode: str) -> bool:
+    """Whether the model's own parameters have no memory in a mode: graphs gather them."""
+    return mode == GatheredStore.mode
+
+
+def install(store: ParameterStore, model: nn.Module) -> None:
+    """Gives a model the parameters that it has from now on, where these are not its own."""
+    if isinstance(store, GatheredStore):
+        store.install(model)
 
 
 def shared_out(model: nn.Module) -> bool:

@@ -34,7 +34,7 @@ from dcpc.runtime.parameters.reduction import (
     trained,
     used_anywhere,
 )
-from dcpc.runtime.parameters.store import RowStore
+from dcpc.runtime.parameters.row_store import RowStore
 
 _ALIGN = 64  # bytes: a cache line, and what kernels ask for
 

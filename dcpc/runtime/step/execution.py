@@ -8,7 +8,7 @@ from typing import Protocol
 
 from dcpc.errors import DcpcError
 from dcpc.runtime.data.steps import Step
-from dcpc.runtime.parameters.store import WholeStore
+from dcpc.runtime.parameters.store import ParameterStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Execution(Protocol):
     """Runs this rank's part of steps: `OnGroup`, or `InStages`."""
 
     @property
-    def store(self) -> WholeStore:
+    def store(self) -> ParameterStore:
         """The parameters, and the ranks that train them."""
 
     def ready(self, step: Step) -> str:

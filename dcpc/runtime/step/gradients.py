@@ -11,7 +11,7 @@ from dcpc.errors import DataError
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.reduction import Reduction, summary, trained
-from dcpc.runtime.parameters.store import WholeStore
+from dcpc.runtime.parameters.store import ParameterStore
 from dcpc.runtime.step.execution import StepState
 
 
@@ -74,7 +74,7 @@ def check_norm(max_norm: object) -> None:
 
 
 @contextmanager
-def beside_earlier(store: WholeStore) -> Iterator[list[float]]:
+def beside_earlier(store: ParameterStore) -> Iterator[list[float]]:
     """Has gradients made as if there were none, and adds them to those that are there.
 
     These were reduced by an earlier step: they are not summed again. Where making them fails there
@@ -100,7 +100,7 @@ def beside_earlier(store: WholeStore) -> Iterator[list[float]]:
 
 
 def _restore(
-    store: WholeStore,
+    store: ParameterStore,
     params: Sequence[torch.nn.Parameter],
     earlier: Sequence[torch.Tensor | None],
 ) -> None:

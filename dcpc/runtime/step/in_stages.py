@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dcpc.buckets import BATCH, Bucket, Sizes
 from dcpc.errors import PlanError
 from dcpc.runtime.data.steps import MicroBatch, Step
-from dcpc.runtime.parameters.store import WholeStore
+from dcpc.runtime.parameters.store import ParameterStore
 from dcpc.runtime.pipeline.executor import PipelineBatch, run_schedule
 from dcpc.runtime.pipeline.forward import from_last
 from dcpc.runtime.pipeline.grid import PipelineGrid
@@ -56,7 +56,7 @@ class InStages:
     grid: PipelineGrid
     settings: Sequence[StageSetting]
     parameters: Mapping[str, nn.Parameter]
-    store: WholeStore
+    store: ParameterStore
     summed: Callable[[], int]
     given: Given
     seed: Callable[[int, int, int], int]

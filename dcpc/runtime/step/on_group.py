@@ -20,6 +20,7 @@ from dcpc.runtime.parameters.reduction import (
     summary,
     trained,
 )
+from dcpc.runtime.parameters.row_store import RowStore
 from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.planner.plans import PlannedMicroBatch, rounds_of
 from dcpc.runtime.step.clock import Clock
@@ -77,7 +78,7 @@ class OnGroup:
     """
 
     call: ModelCall
-    store: WholeStore
+    store: WholeStore | RowStore
     prepare: Callable[[MicroBatch], None] | None = None
     delivering: Delivering | None = None
     in_rounds: InRounds | None = None

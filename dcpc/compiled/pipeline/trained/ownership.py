@@ -19,13 +19,14 @@ from dcpc.errors import DcpcError, DispatchError, GroupError
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import share_of
 from dcpc.runtime.groups.subsets import subset
-from dcpc.runtime.parameters.store import RowStore, WholeStore
+from dcpc.runtime.parameters.row_store import RowStore
+from dcpc.runtime.parameters.store import ParameterStore
 from dcpc.runtime.pipeline.grid import PipelineGrid
 from dcpc.runtime.pipeline.layout import PipelineLayout
 from dcpc.runtime.step.execution import StepState
 
 
-class StageStore(WholeStore):
+class StageStore(ParameterStore):
     """Parameters of which each rank has those of its stage.
 
     Args:
@@ -52,7 +53,7 @@ class StageStore(WholeStore):
         every = model.named_parameters()
         held = {id(p) for n, p in every if n in self._own or n not in self._owners}
         _leave_to_others(model, held)
-        super().__init__(self.named(model).values(), groups)
+        self.groups, self.whole = groups, [*self.named(model).values()]
         self._rows: list[RowStore] = []
 
     def share_out(self, model: nn.Module, grid: PipelineGrid) -> None:
