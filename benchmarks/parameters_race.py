@@ -128,7 +128,7 @@ class Ours:
     def gather_again(self, again: bool) -> None:
         """Has backward gather parameters again although nothing is recomputed, or not."""
         # No menu has this alone: it is set where dispatch notes what its settings do.
-        dispatch = self.compiled._dispatch
+        dispatch = self.compiled._core.dispatch
         units = dispatch._planned.traces[0].traced.units
         assert units is not None, "in rounds"
         chosen = units.again if again else frozenset()

@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import inspect
 import pickle
+import pydoc
 import re
 
 import pytest
@@ -11,6 +13,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import dcpc
+from dcpc.compiled.model.saving import ModelSaving
+from dcpc.compiled.pipeline import PipelinedModel
 from models.gpt import GPT, GPTConfig
 
 INPUTS = dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]")
@@ -64,6 +68,27 @@ def test_what_is_no_model_or_no_buckets_is_refused(function):
 def test_a_model_that_is_compiled_already_is_refused(compiled, function):
     with pytest.raises(dcpc.TraceError, match=r"got a CompiledModel.* made of; pass that"):
         function(compiled, compiled.buckets, backend="eager")
+
+
+@pytest.mark.parametrize("kind", [dcpc.CompiledModel, PipelinedModel])
+def test_help_shows_what_parts_have_as_the_models_own(kind):
+    text = pydoc.plain(pydoc.render_doc(kind))
+    for shown in ("train_step(", "report(self)", "predict(self, bucket", "load(", "speeds"):
+        assert shown in text
+    assert "step: from `dcpc.DataLoader`." in text
+    assert "How fast ranks are beside the fastest one" in text
+    parameters = inspect.signature(kind.train_step).parameters
+    assert [*parameters] == ["self", "step", "clip", "nonfinite", "outputs"]
+
+
+def test_the_attributes_of_parts_are_the_compiled_models(compiled):
+    assert compiled.module is compiled.model
+    assert compiled.speeds == ()
+    assert compiled.replans == compiled.block == 0
+    assert compiled.program is compiled.runnable.traced.program
+    compiled.comm_bucket_bytes = 7
+    assert compiled.comm_bucket_bytes == compiled._core.comm_bucket_bytes == 7
+    assert inspect.signature(compiled.save) == inspect.signature(ModelSaving.save.__get__(object()))
 
 
 @pytest.mark.parametrize("logger", [3, None, "runs"])

@@ -16,6 +16,7 @@ from dcpc.api.search import Traces, search
 from dcpc.buckets import Bucket, Buckets
 from dcpc.compiled import CompiledModel
 from dcpc.compiled.materialize import Init, on_meta
+from dcpc.compiled.model import ModelCore, ModelInsight, ModelOnGroup
 from dcpc.compiled.pipeline import (
     CutModel,
     PipelinedModel,
@@ -140,17 +141,14 @@ def _compiled(
         )  # fmt: skip
         return Traces(model, mine, same, programs=programs).held(same)
 
-    kind = CompiledModel if cut is None else PipelinedModel
-    compiled = kind(
+    core = ModelCore(
         model, buckets, planned, groups, base_seed=seed, verifier=verifier, prepare=prepare,
         learned=LearnedSpeeds(speeds, learns=options.speeds == "auto" and groups.world > 1),
         unpad=options.unpad,
     )  # fmt: skip
     if cut is not None:
-        assert isinstance(compiled, PipelinedModel), "the kind that has stages"
-        compiled.in_stages(cut)
-    compiled.staging = why
-    return compiled
+        return PipelinedModel(core, cut, why)
+    return CompiledModel(core, ModelOnGroup(core), ModelInsight(core, why))
 
 
 def _staged(

@@ -28,8 +28,9 @@ from dcpc.fx.writes import WriteLog
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import checksum
+from dcpc.runtime.parameters.gathered import GatheredStore
 from dcpc.runtime.parameters.hollow import hollow
-from dcpc.runtime.parameters.modes import gathers, store_of
+from dcpc.runtime.parameters.modes import store_of
 from dcpc.runtime.parameters.store import ParameterStore
 from dcpc.trace.capture.module_state import holding, put_in_place
 
@@ -65,7 +66,7 @@ def made_real(
     device = groups.device
     _check_parameters(model, device)
     meta = [p for p in model.parameters() if p.is_meta]
-    made = {id(p): p if gathers(mode) else hollow(p, device) for p in meta}
+    made = {id(p): p if mode == GatheredStore.mode else hollow(p, device) for p in meta}
     store = store_of(mode, [made.get(id(p), p) for p in model.parameters()], groups, block)
     filling = _Filling(store, made, device)
     problem = _fill(modules, filling, init, groups)

@@ -28,7 +28,7 @@ def test_graphs_of_a_bucket_are_right_at_each_length_that_they_are_said_to_run_a
     model = zoo.make()
     buckets = dcpc.Buckets(zoo.inputs, [most])
     compiled = dcpc.compile(model, buckets, backend="eager")
-    dispatch, longest = compiled._dispatch, Bucket.of(most)
+    dispatch, longest = compiled._core.dispatch, Bucket.of(most)
     program = compiled.planned.by_bucket[longest].traced.program
     least = dispatch.lengths.least(longest)
     assert max(least.values()) <= 3

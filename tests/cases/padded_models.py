@@ -111,7 +111,7 @@ def batch(
 
 
 def unpadding_of(model: dcpc.CompiledModel) -> Unpadding:
-    return model._dispatch.unpadding(next(iter(model.buckets)))
+    return model._core.dispatch.unpadding(next(iter(model.buckets)))
 
 
 def t5(encoder_layers: int, decoder_layers: int) -> nn.Module:

@@ -185,7 +185,7 @@ class Trap:
             self.armed = True
             Samples.__getitem__ = self.before(Samples.__getitem__)  # type: ignore[method-assign]
         elif where == "model":
-            dispatch: Any = made.compiled._dispatch
+            dispatch: Any = made.compiled._core.dispatch
             self.countdown = 1 + self.countdown % 2
             dispatch.run_micro_batch = self.before(dispatch.run_micro_batch)
         elif where == "save":

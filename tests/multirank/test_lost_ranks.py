@@ -41,7 +41,7 @@ def trains(rank: int, mode: str, how: str, where: str) -> tuple[str, str]:
         Samples.__getitem__ = before(Samples.__getitem__)
     made = Training(mode)
     if where == "model":
-        dispatch = made.compiled._dispatch
+        dispatch = made.compiled._core.dispatch
         dispatch.run_micro_batch = before(dispatch.run_micro_batch)
     if where == "between":
         made.scheduler.step = before(made.scheduler.step)

@@ -96,8 +96,8 @@ def trained(rank: int, tied: bool, options: dict[str, Any]) -> dict[str, Any]:
         "worst": worst,
         "idle": idle,
         "again": gathered_again(compiled.planned),
-        "ran": {key[-1] for key in compiled._dispatch.variants},
-        "degrees": {key[2].sp for key in compiled._dispatch.variants},
+        "ran": {key[-1] for key in compiled._core.dispatch.variants},
+        "degrees": {key[2].sp for key in compiled._core.dispatch.variants},
     }
 
 

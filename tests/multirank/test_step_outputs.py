@@ -126,8 +126,9 @@ def test_outputs_count_in_what_a_step_may_need():
         with limit.around(OnGroup, "run_turns"):
             compiled.train_step(step, outputs=outputs)
         measured.append(limit.most_bytes)
-        edition = [compiled._editions.first, *compiled._editions._with_outputs.values()][-1]
-        settings = compiled._settings_of(edition)
+        editions = compiled._core.editions
+        edition = [editions.first, *editions._with_outputs.values()][-1]
+        settings = compiled._execution.settings_of(edition)
         kept = [settings.output_bytes(mb) for mb in plan.micro_batches]
         peaks = []
         for number, mb in enumerate(plan.micro_batches):

@@ -2,127 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Self, cast
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
+from typing import Any, NoReturn, Self, SupportsIndex
 
-import torch
 from torch import Tensor, nn
 
-from dcpc.buckets import Bucket, Buckets
-from dcpc.compiled.agreed_state import AgreedState
-from dcpc.compiled.dispatch import Dispatch
-from dcpc.compiled.editions import Edition, Editions, Prepare
-from dcpc.compiled.evaluation import filled_up, in_eval, length_edition, refuse_arguments
-from dcpc.compiled.materialize import on_meta
-from dcpc.compiled.model.steps import TrainedModel
-from dcpc.compiled.outputs.gradients import refusing_gradients
-from dcpc.compiled.outputs.wanted import WithOutputs, output_kind
-from dcpc.compiled.seeds import Seeds
-from dcpc.compiled.tighter import TighterPlans
-from dcpc.errors import DcpcError
-from dcpc.ir import BucketPlan
+from dcpc.compiled.model.core import ModelCore
+from dcpc.compiled.model.handed import handed, shown
+from dcpc.compiled.model.insight import ModelInsight
+from dcpc.compiled.model.running import ModelExecution
+from dcpc.compiled.model.saving import ModelSaving
+from dcpc.compiled.model.steps import ModelRuns
+from dcpc.errors import CheckpointError, DispatchError
 from dcpc.plan.planning import Planned
-from dcpc.runtime.checkpoint.checkpoints import Checkpoints
-from dcpc.runtime.data.steps import Step
-from dcpc.runtime.groups.agreement import PART, agree
-from dcpc.runtime.groups.groups import Groups
-from dcpc.runtime.parameters.modes import install, shared_out, store_of
-from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
-from dcpc.runtime.parameters.store import ParameterStore, WholeStore
-from dcpc.runtime.planner.protocol import BatchPlanner
-from dcpc.runtime.planner.speeds import LearnedSpeeds
-from dcpc.runtime.step.result import StepResult
-from dcpc.runtime.step.stats import log_step
 from dcpc.verify import Verifier
 
 
-class CompiledModel(TrainedModel):
+class CompiledModel(nn.Module):
     """A model compiled for shape buckets; made by `dcpc.compile`.
 
     Shares the user's parameters: `parameters()` and `state_dict()` are the model's own, or, where
     ranks share them out, a `DTensor` for each, whose local part are the rows of this rank.
     """
 
-    @property
-    def batch_planner(self) -> BatchPlanner | None:
-        """What plans a loader's batches, where the model runs in stages; None: it does not."""
-        return None
-
-    def __init__(
-        self,
-        model: nn.Module,
-        buckets: Buckets,
-        planned: Planned,
-        groups: Groups,
-        base_seed: int,
-        verifier: Verifier,
-        prepare: Prepare,
-        learned: LearnedSpeeds,
-        unpad: bool | str = False,
-    ) -> None:
-        """Wraps what `dcpc.compile` made; users call that."""
+    def __init__(self, core: ModelCore, execution: ModelExecution, insight: ModelInsight) -> None:
+        """Puts together what `dcpc.compile` made; users call that."""
         super().__init__()
-        self.model = model
-        self.buckets = buckets
-        self.planned = planned
-        self.verifier = verifier
-        # One object: what dispatch and reports read is the same, also where it is planned again.
-        self.plans = cast(dict[Bucket, BucketPlan], planned.plans)
-        self.tables = dict(planned.tables)
-        self.groups = groups
-        groups.number("users")
-        self._closed = False
-        self.memory_bytes = planned.memory_bytes
-        self.training = model.training
-        self._unmade = on_meta(model) and not shared_out(model)
-        self._store: ParameterStore = WholeStore((), groups)
-        asked = planned.request
-        if not self._unmade:
-            self._store = store_of(asked.parameters, model.parameters(), groups, asked.block)
-            install(self._store, model)
-        self.comm_bucket_bytes = COMM_BUCKET_BYTES  # gradients that are sent at once
-        self._learned = learned
+        self.model, self.training = core.model, core.model.training
+        self.buckets, self.planned, self.groups = core.buckets, core.planned, core.groups
+        self.verifier, self.plans, self.tables = core.verifier, core.plans, core.tables
+        self.memory_bytes = core.planned.memory_bytes
+        self.block, self.node_ranks = core.planned.block, core.planned.device.node_ranks
+        self.value_ranges, self.batch_planner = core.dispatch.value_ranges, execution.planner
+        self._core, self._execution, self._insight = core, execution, insight
+        self._runs, self._saving = ModelRuns(core, execution), ModelSaving(core, self)
+        self.staging = insight.staging
 
-        self._seeds = Seeds(base_seed, groups)
-        self._checkpoints = Checkpoints(groups)
-        self._tighter = TighterPlans(planned, self.plans, self.tables, groups)
-
-        def make(mine: Buckets, found: Planned) -> Dispatch:
-            dispatch = Dispatch(mine, found, groups, self._seeds, self._store, unpad)
-            dispatch.stats = self._dispatch.stats
-            return dispatch
-
-        self._dispatch = Dispatch(buckets, planned, groups, self._seeds, self._store, unpad)
-        first = Edition.of(model, buckets, planned, verifier, self._dispatch)
-        self._editions = Editions(model, first, prepare, make, groups.device.type)
-        self._agreed = AgreedState(model, planned, groups)
-        self._loggers: list[Callable[[Step, StepResult], None]] = [log_step]
-        self._output_settings = {}
-        self._calls = 0
-
-    def close(self) -> None:
-        """Gives back the process groups, with their threads and connections; collective.
-
-        All compiled models of the same ranks share them: they are closed with the last that is
-        open. One that was closed runs no more; parameters stay.
-
-        Raises:
-            GroupError: a rank does not close it, or closes another one.
-        """
-        if self._closed:
-            return
-        agree(self.groups, self.groups.world, "close", "")
-        self._closed = True
-        self.groups.leave()
+    # Calls and steps
+    evaluate = handed("_runs", ModelRuns.evaluate)
+    train_step = handed("_runs", ModelRuns.train_step)
+    log_to = handed("_runs", ModelRuns.log_to)
+    reduce_gradients = handed("_runs", ModelRuns.reduce_gradients)
+    clip_grad_norm_ = handed("_runs", ModelRuns.clip_grad_norm_)
+    comm_bucket_bytes = property(
+        attrgetter("_core.comm_bucket_bytes"),
+        lambda model, count: setattr(model._core, "comm_bucket_bytes", count),
+        doc="Bytes of gradients that are sent at once.",
+    )
+    # Memory and checkpoints
+    materialize = handed("_saving", ModelSaving.materialize)
+    save = handed("_saving", ModelSaving.save)
+    load = handed("_saving", ModelSaving.load)
+    module = property(
+        attrgetter("model"),
+        doc="The user's own module, for what is no compiled call: `compiled.module.generate()`.",
+    )
+    close = handed("_core", ModelCore.close)
+    __exit__ = handed("_core", ModelCore.__exit__)
+    # Reports
+    report = handed("_insight", ModelInsight.report)
+    source = handed("_insight", ModelInsight.source)
+    profile = handed("_insight", ModelInsight.profile)
+    predict = handed("_insight", ModelInsight.predict)
+    stats = handed("_insight", ModelInsight.stats)
+    own_lengths = handed("_insight", ModelInsight.own_lengths)
+    division_problems = handed("verifier", Verifier.division_problems)
+    packing_problem = handed("verifier", Verifier.packing_problem)
+    packable = shown("_insight", ModelInsight.packable)
+    replans = shown("_insight", ModelInsight.replans)
+    speeds = shown("_insight", ModelInsight.speeds)
+    program = shown("planned", Planned.program)
+    runnable = shown("planned", Planned.runnable)
 
     def __enter__(self) -> Self:
         """Returns it, to be closed at the end of the block."""
         return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Closes it; not after an error, of which other ranks may not know."""
-        if kind is None:
-            self.close()
 
     def forward(self, *args: Tensor, outputs: bool | str | Tensor = False, **inputs: Tensor) -> Any:
         """Returns the model's loss, computed by the variant of these inputs' shape.
@@ -152,91 +107,89 @@ class CompiledModel(TrainedModel):
                 inputs that are no floats.
             TraceError: with outputs, forward returns something else than tensors and numbers.
         """
-        if isinstance(outputs, Tensor):
-            inputs, outputs = {**inputs, "outputs": outputs}, False
-        kind = output_kind("a call", outputs)
-        self._refuse_unmade("a call")
-        if torch.is_grad_enabled():
-            self._refuse_by_hand("a call with gradients")
-        edition, problem = self._editions.now()
-        if kind and problem is None:
-            edition, problem = self._editions.with_outputs(edition, kind)
-        found = self._call(edition, problem, self._dispatch.named(self.model, args, inputs))
-        made = edition.planned.loss
-        if not isinstance(made, WithOutputs):
-            return found[0]
-        return made.restored(refusing_gradients(edition.planned.traces[0].traced.program, found))
+        return self._runs.forward(args, outputs, inputs)
 
-    def evaluate(
-        self,
-        batch: Mapping[str, Tensor],
-        *,
-        between: str | None = None,
-        pad: Mapping[str, int | float] | None = None,
-        outputs: bool | str = False,
-    ) -> Any:
-        """Returns the loss of a batch in eval() and under no_grad; the model's mode stays.
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the model's own state, as without dcpc; with `DTensor`s where ranks share it."""
+        self._core.refuse_unmade("state_dict")
+        return self._core.store.state_dict(self.model, *args, **kwargs)
 
-        The first call captures and plans the model in eval(), where its graphs are others there.
-        Ranks call it as they call the model: those of an SP group with the same batch.
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads the model's own state, as without dcpc; every rank loads the same.
 
-        Args:
-            batch: inputs by name.
-            between: what is done with lengths that no bucket has: None: they run by the graphs of
-                the smallest bucket that holds them, or are refused where these are not right;
-                "pad": they are filled up to that bucket; "compile": they are captured and planned
-                when they first come.
-            pad: input name -> what fills it up at its end, as for `dcpc.DataLoader`.
-            outputs: whether what forward returns comes back, too: then `(loss, outputs)`, as from
-                a call.
+        The next step compares what the ranks have loaded. Where ranks share out the parameters it
+        is collective over all ranks, and takes `DTensor`s as well as whole tensors.
 
         Raises:
-            DispatchError: names, dtypes or shapes match no bucket, no bucket is as long, an input
-                has no value in `pad`, or padding changes the loss.
-            TraceError: forward returns something else than tensors and numbers.
-            GroupError: as for a call.
+            CheckpointError: it is of another model.
         """
-        kind = output_kind("evaluate", outputs)
-        refuse_arguments(batch, between, pad, self.buckets, bool(kind))
-        self._refuse_unmade("evaluate")
-        inputs = dict(batch)
-        with in_eval(self.model), torch.no_grad():
-            edition, problem = self._editions.now()
-            if kind and problem is None:
-                edition, problem = self._editions.with_outputs(edition, kind)
-            if problem is not None and (kind or between is not None):
-                raise problem
-            if between == "pad":
-                inputs = filled_up(edition, inputs, pad or {})
-            elif between == "compile":
-                edition = length_edition(self._editions, edition, inputs)
-            found = self._call(edition, problem, inputs)
-            made = edition.planned.loss
-            return made.restored(found) if isinstance(made, WithOutputs) else found[0]
+        if not isinstance(state_dict, Mapping):
+            raise CheckpointError(
+                f"load_state_dict: got {type(state_dict).__name__}; expected a mapping of names to "
+                "tensors, as state_dict() gives; read a file by torch.load first, and a folder of "
+                "compiled.save by compiled.load"
+            )
+        self._core.refuse_unmade("load_state_dict")
+        values = self._core.store.load(state_dict, self.model)
+        try:
+            loaded = self.model.load_state_dict(values, *args, **kwargs)
+        except RuntimeError as error:
+            said = " ".join(str(error).split()).rstrip(".")
+            raise CheckpointError(
+                f"load_state_dict: got another model's state: {said}; expected the names and "
+                "shapes of compiled.state_dict(); load it into the model that it is of, or pass "
+                "strict=False where only names differ"
+            ) from error
+        self._core.store.loaded()
+        self._core.agreed.loaded()
+        return loaded
 
-    def _call(
-        self, edition: Edition, problem: DcpcError | None, inputs: dict[str, Tensor]
-    ) -> tuple[Any, ...]:
-        """Returns what an edition makes of inputs, once ranks that meet agree on all of it."""
-        with self.groups.watch.naming():
-            return self._run_call(edition, problem, inputs)
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters under their own names; `DTensor`s where ranks share them.
 
-    def _run_call(
-        self, edition: Edition, problem: DcpcError | None, inputs: dict[str, Tensor]
-    ) -> tuple[Any, ...]:
-        dispatch = edition.dispatch
-        bucket, sizes = dispatch.match(inputs)
-        self._calls += 1
-        problem = problem or dispatch.input_problem(bucket, inputs)
-        if self._store.in_rounds:  # ranks of a block gather together, whatever each runs
-            problem = problem or self._store.follow(self.model.parameters())
-            text = PART.join([f"number {self._calls}", edition.text])
-            agree(self.groups, self._store.block, "call of every rank", text, problem)
-        setting = dispatch.setting(bucket)
-        if setting.sp > 1:
-            what = edition.call_text(self._calls, bucket, sizes, inputs)
-            agree(self.groups, setting.sp, "bucket", PART.join(what), problem)
-        if problem is not None:
-            raise problem
-        with dispatch.own_casts():
-            return dispatch.run_call(bucket, sizes, inputs, setting)
+        They are the compiled model's own, whatever `recurse` says: it has no children, so that
+        torch.distributed.checkpoint finds each once.
+        """
+        self._core.refuse_unmade("parameters")
+        return self._core.store.named_parameters(self.model, prefix, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields the model's buffers under their own names, as `named_parameters` does."""
+        return self.model.named_buffers(prefix, True, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields nothing: see `named_parameters`."""
+        return iter(())
+
+    def children(self) -> Iterator[nn.Module]:
+        """Yields the model, as `to` and `apply` want it."""
+        return iter((self.model,))
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Has torch.distributed.checkpoint look for every name in the user's module.
+
+        A model may have a `block`, a `stage` or a `model` of its own, which here is something else.
+        """
+        own = self.model
+        return dict.fromkeys((*own._modules, *own._parameters, *own._buffers), "module")
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns what the model has under a name that the compiled model has not."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "model":  # it is not there yet
+                raise
+            return getattr(self.model, name)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuses copies and pickles: process groups and compiled graphs have none."""
+        raise DispatchError(
+            "got a copy or a pickle of a compiled model; expected it to stay where it was made: it "
+            "holds process groups and compiled graphs; copy.deepcopy(compiled.model), or save "
+            "compiled.state_dict()"
+        )

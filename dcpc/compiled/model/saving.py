@@ -8,63 +8,54 @@ from typing import Any
 from torch.optim import Optimizer
 
 from dcpc.buckets import path_of
-from dcpc.compiled.dispatch import Dispatch
-from dcpc.compiled.editions import Editions
 from dcpc.compiled.materialize import Init, made_real
-from dcpc.compiled.model.own_state import OwnState
-from dcpc.compiled.seeds import Seeds
+from dcpc.compiled.model.core import ModelCore
 from dcpc.errors import CheckpointError, DispatchError
-from dcpc.plan.following import Followed
-from dcpc.plan.planning import Planned
 from dcpc.runtime.checkpoint.checkpoints import Checkpoints
-from dcpc.runtime.checkpoint.parts import Checkpoint, Parts, Stateful
+from dcpc.runtime.checkpoint.parts import Checkpoint, NamedParameters, Parts, Stateful
 from dcpc.runtime.checkpoint.saving import Saving
 from dcpc.runtime.groups.agreement import agree
-from dcpc.runtime.groups.groups import Groups
-from dcpc.verify import Verifier
 
 
-class SavedModel(OwnState):
-    """A compiled model that is given its memory, saved and loaded."""
+class ModelSaving:
+    """Gives a compiled model its memory, saves and loads it.
 
-    planned: Planned
-    groups: Groups
-    verifier: Verifier
-    _dispatch: Dispatch
-    _editions: Editions
-    _checkpoints: Checkpoints
-    _seeds: Seeds
+    Args:
+        core: what its parts share.
+        model: the compiled model, for its parameters and buffers.
+    """
+
+    def __init__(self, core: ModelCore, model: NamedParameters) -> None:
+        self.core, self._model = core, model
+        self._checkpoints = Checkpoints(core.groups)
 
     def materialize(self, init: Init = None) -> None:
         """Gives a model that was compiled on the meta device memory and values.
 
         `dcpc.materialize` says how. Collective over all ranks.
         """
-        if not self._unmade:
+        core = self.core
+        if not core.unmade:
             raise DispatchError(
                 "dcpc.materialize: got a compiled model that has its memory; expected one whose "
                 "model was on the meta device at compile, once; leave the call out, or load other "
                 "values with compiled.load_state_dict"
             )
-        followed = self._editions.first.followed
-        problem = followed.problem(self.model)
+        problem = core.editions.first.followed.problem(core.model)
         if problem is not None:
             raise problem
-        with self.groups.watch.section("materialize"):
-            self._make_real(init, followed)
-
-    def _make_real(self, init: Init, followed: Followed) -> None:
-        asked = self.planned.request
-        self._store = made_real(self.model, asked.parameters, self.groups, init, asked.block)
-        self._unmade, self._dispatch.store = False, self._store
-        self._dispatch.bind_blocks()
-        followed.materialized(self.model)
-        if init == "empty":  # what is compared with the model waits for values
-            return
-        found = self.verifier.postponed_problem()
-        agree(self.groups, self.groups.world, "verification", str(found or ""))
-        if found is not None:
-            raise found
+        with core.groups.watch.section("materialize"):
+            asked = core.planned.request
+            core.store = made_real(core.model, asked.parameters, core.groups, init, asked.block)
+            core.unmade, core.dispatch.store = False, core.store
+            core.dispatch.bind_blocks()
+            core.editions.first.followed.materialized(core.model)
+            if init == "empty":  # what is compared with the model waits for values
+                return
+            problem = core.verifier.postponed_problem()
+            agree(core.groups, core.groups.world, "verification", str(problem or ""))
+            if problem is not None:
+                raise problem
 
     def save(
         self,
@@ -102,7 +93,7 @@ class SavedModel(OwnState):
             GroupError: ranks save different steps, or one could not.
         """
         path = path_of(folder, CheckpointError, "save")
-        with self.groups.watch.section(f"save, step {step}"):
+        with self.core.groups.watch.section(f"save, step {step}"):
             parts = self._parts(optimizer, loader, scheduler)
             return self._checkpoints.save(path, step, parts, extra, keep=keep, wait=wait)
 
@@ -137,7 +128,7 @@ class SavedModel(OwnState):
             DataError: the loader's data or order are others.
         """
         path = path_of(folder, CheckpointError, "load")
-        with self.groups.watch.section("load"):
+        with self.core.groups.watch.section("load"):
             parts = self._parts(optimizer, loader, scheduler)
             return self._checkpoints.load(path, parts, missing)
 
@@ -155,5 +146,5 @@ class SavedModel(OwnState):
                     f"{name}=: got {type(part).__name__}; expected an object with state_dict() and "
                     "load_state_dict(); pass one, or leave it out"
                 )
-        mode = self._store.mode
-        return Parts(self, self._seeds, mode, optimizer, loader, scheduler)
+        store, seeds = self.core.store, self.core.seeds
+        return Parts(self._model, seeds, store.mode, optimizer, loader, scheduler, store.partial)

@@ -1,42 +1,129 @@
-"""Optimizer steps of a compiled model, and gradients of calls by hand."""
+"""Calls of a compiled model, its evaluation, and its optimizer steps."""
 
 from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dcpc.codegen import delivering
-from dcpc.compiled.dispatch import Dispatch
+import torch
+from torch import Tensor
+
 from dcpc.compiled.editions import Edition
-from dcpc.compiled.model.insight import ModelInsight
-from dcpc.compiled.outputs.settings import OutputSettings
-from dcpc.compiled.outputs.step_run import StepRun
+from dcpc.compiled.evaluation import filled_up, in_eval, length_edition, refuse_arguments
+from dcpc.compiled.model.core import ModelCore
+from dcpc.compiled.model.running import ModelExecution
+from dcpc.compiled.outputs.gradients import refusing_gradients
 from dcpc.compiled.outputs.wanted import WithOutputs, output_kind
 from dcpc.errors import DataError, DcpcError, DispatchError, explaining
 from dcpc.runtime.data.arguments import check_choice, check_step
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import agree
-from dcpc.runtime.parameters.row_store import RowStore
-from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.planner.speeds import speeds_line
-from dcpc.runtime.step.execution import StepState
-from dcpc.runtime.step.gradients import check_norm, clip_gradients, reduce_gradients
-from dcpc.runtime.step.on_group import OnGroup
+from dcpc.runtime.step.gradients import check_norm, reduce_gradients
 from dcpc.runtime.step.result import StepResult
+from dcpc.runtime.step.stats import log_step
 from dcpc.runtime.step.step import train_step
 
 LOG = logging.getLogger("dcpc")
 
 
-class TrainedModel(ModelInsight):
-    """A compiled model that is trained step by step."""
+class ModelRuns:
+    """Runs calls and steps of a compiled model.
 
-    comm_bucket_bytes: int
-    _loggers: list[Callable[[Step, StepResult], None]]
-    _output_settings: dict[Dispatch, OutputSettings]
+    Args:
+        core: what its parts share.
+        execution: runs what they ask for.
+    """
+
+    def __init__(self, core: ModelCore, execution: ModelExecution) -> None:
+        self.core, self.execution = core, execution
+        self._loggers: list[Callable[[Step, StepResult], None]] = [log_step]
+
+    def forward(
+        self, args: tuple[Tensor, ...], outputs: bool | str | Tensor, inputs: dict[str, Tensor]
+    ) -> Any:
+        """Returns what `CompiledModel.forward` does."""
+        if isinstance(outputs, Tensor):
+            inputs, outputs = {**inputs, "outputs": outputs}, False
+        kind = output_kind("a call", outputs)
+        self.core.refuse_unmade("a call")
+        if torch.is_grad_enabled():
+            self.execution.refuse_by_hand("a call with gradients")
+        with self.execution.waiting("call"):
+            edition, problem = self._edition(kind)
+            found = self._run(
+                edition, problem, self.core.dispatch.named(self.core.model, args, inputs)
+            )
+        made = edition.planned.loss
+        if not isinstance(made, WithOutputs):
+            return found[0]
+        return made.restored(refusing_gradients(edition.planned.traces[0].traced.program, found))
+
+    def evaluate(
+        self,
+        batch: Mapping[str, Tensor],
+        *,
+        between: str | None = None,
+        pad: Mapping[str, int | float] | None = None,
+        outputs: bool | str = False,
+    ) -> Any:
+        """Returns the loss of a batch in eval() and under no_grad; the model's mode stays.
+
+        The first call captures and plans the model in eval(), where its graphs are others there.
+        Ranks call it as they call the model: those of an SP group with the same batch.
+
+        Args:
+            batch: inputs by name.
+            between: what is done with lengths that no bucket has: None: they run by the graphs of
+                the smallest bucket that holds them, or are refused where these are not right;
+                "pad": they are filled up to that bucket; "compile": they are captured and planned
+                when they first come.
+            pad: input name -> what fills it up at its end, as for `dcpc.DataLoader`.
+            outputs: whether what forward returns comes back, too: then `(loss, outputs)`, as from
+                a call.
+
+        Raises:
+            DispatchError: names, dtypes or shapes match no bucket, no bucket is as long, an input
+                has no value in `pad`, or padding changes the loss.
+            TraceError: forward returns something else than tensors and numbers.
+            GroupError: as for a call.
+        """
+        kind = output_kind("evaluate", outputs)
+        core = self.core
+        refuse_arguments(batch, between, pad, core.buckets, bool(kind))
+        core.refuse_unmade("evaluate")
+        inputs = dict(batch)
+        with self.execution.waiting("evaluate"), in_eval(core.model), torch.no_grad():
+            edition, problem = self._edition(kind)
+            if problem is not None and (kind or between is not None):
+                raise problem
+            if between == "pad":
+                inputs = filled_up(edition, inputs, pad or {})
+            elif between == "compile":
+                edition = length_edition(core.editions, edition, inputs)
+            found = self._run(edition, problem, inputs)
+            made = edition.planned.loss
+            return made.restored(found) if isinstance(made, WithOutputs) else found[0]
+
+    def _edition(self, kind: str) -> tuple[Edition, DcpcError | None]:
+        """Returns what runs the model as it is, and why it cannot.
+
+        Args:
+            kind: how outputs come back; "": they do not.
+        """
+        edition, problem = self.core.editions.now()
+        if kind and problem is None:
+            return self.core.editions.with_outputs(edition, kind)
+        return edition, problem
+
+    def _run(
+        self, edition: Edition, problem: DcpcError | None, inputs: dict[str, Tensor]
+    ) -> tuple[Any, ...]:
+        with self.core.groups.watch.naming():
+            return self.execution.call(edition, problem, inputs)
 
     @explaining("train_step")
     def train_step(
@@ -78,21 +165,25 @@ class TrainedModel(ModelInsight):
                 micro-batches give back does not fit.
             TraceError: with outputs, forward returns something else than tensors and numbers.
         """
-        refused = _refused(step, clip, nonfinite, outputs)
+        core, refused = self.core, _refused(step, clip, nonfinite, outputs)
         if refused is not None:
-            self._agreed.of_step(None)  # its turn is over on this rank, too
-            agree(self.groups, self.groups.world, "step", "", refused)
-        self._refuse_unmade("a train step")
+            core.agreed.of_step(None)  # its turn is over on this rank, too
+            agree(core.groups, core.groups.world, "step", "", refused)
+        core.refuse_unmade("a train step")
         edition, problem = self._step_edition(output_kind("train_step", outputs))
-        state = self._agreed.of_step(problem)
+        state, every = core.agreed.of_step(problem), core.learned.learns
 
         def attempt(step: Step) -> StepResult:
-            return self._attempt(step, edition, state, clip=clip, nonfinite=nonfinite)
+            execution, own, kept = self.execution.of_step(step, edition, state)
+            result = train_step(
+                execution, step, clip=clip, nonfinite=nonfinite, state=own, every=every
+            )
+            return result if kept is None else replace(result, outputs=kept.of(step))
 
         what = f"train_step, step {step.index} of epoch {step.epoch}"
         try:
-            with self.groups.watch.section(what), edition.dispatch.own_casts():
-                step, result = self._tighter.run(step, attempt)
+            with core.groups.watch.section(what), edition.dispatch.own_casts():
+                step, result = core.tighter.run(step, attempt)
         finally:
             edition.dispatch.bind_blocks()
             edition.dispatch.begin(())
@@ -101,63 +192,26 @@ class TrainedModel(ModelInsight):
 
     def _step_edition(self, kind: str) -> tuple[Edition, DcpcError | None]:
         """Returns what runs a step, and why this rank's model as it is now cannot; None: it can."""
-        edition, problem = self._editions.now()
-        if edition.dispatch is not self._dispatch:
-            first = self._editions.first.modes
+        edition, problem = self.core.editions.now()
+        if edition.dispatch is not self.core.dispatch:
+            first = self.core.editions.first.modes
             problem = problem or DispatchError(
                 f"train_step: got the model in {edition.modes}; expected {first}, in which it was "
                 "compiled: steps are planned for the graphs of that mode, and those of this one "
                 "are others; call compiled.train() before a step, or compile the model in the mode "
                 "in which it is trained"
             )
-        problem = problem or self._store.follow(self.model.parameters())
+        problem = problem or self.core.store.follow(self.core.model.parameters())
         if kind and problem is None:
-            return self._editions.with_outputs(edition, kind)
+            return self.core.editions.with_outputs(edition, kind)
         return edition, problem
-
-    def _attempt(
-        self, step: Step, edition: Edition, state: StepState, **options: Any
-    ) -> StepResult:
-        """Returns what comes of a step as it is planned now.
-
-        Args:
-            step: which one.
-            edition: runs it.
-            state: as for `runtime.step.step.train_step`.
-            options: of it.
-        """
-        dispatch, made = edition.dispatch, edition.planned.loss
-        run = StepRun(step, dispatch, made if isinstance(made, WithOutputs) else None)
-
-        def check_all() -> None:
-            state.check()
-            self._settings_of(edition).choose(step.plan, self._tighter.budgets)
-
-        told = state
-        if run.made is not None:
-            told = replace(state, text=f"{state.text}, outputs of {edition.text}", check=check_all)
-        store = self._store
-        assert isinstance(store, WholeStore | RowStore), "of a model in one piece"
-        rounds = dispatch if store.in_rounds else None
-        execution = OnGroup(
-            run, store, dispatch.prepare, delivering, rounds, self.comm_bucket_bytes
-        )
-        result = train_step(execution, step, state=told, every=self._learned.learns, **options)
-        return replace(result, outputs=run.outputs())
-
-    def _settings_of(self, edition: Edition) -> OutputSettings:
-        found = self._output_settings.get(edition.dispatch)
-        if found is None:
-            found = OutputSettings(edition.planned, edition.dispatch, self.groups)
-            self._output_settings[edition.dispatch] = found
-        return found
 
     def _stepped(self, step: Step, result: StepResult) -> None:
         """Takes down what came of a step, and tells the loggers."""
-        self._dispatch.stats.stepped(step, result)
-        if self._learned.observe(step.plan, result.every_s) and self.groups.rank == 0:
-            LOG.warning("%s", speeds_line(self.speeds, self._learned.changes))
-        if self.groups.rank == 0:
+        self.core.dispatch.stats.stepped(step, result)
+        if self.core.learned.observe(step.plan, result.every_s) and self.core.groups.rank == 0:
+            LOG.warning("%s", speeds_line(self.core.learned.speeds, self.core.learned.changes))
+        if self.core.groups.rank == 0:
             for log in self._loggers:
                 log(step, result)
 
@@ -181,13 +235,15 @@ class TrainedModel(ModelInsight):
         """Sums every parameter's gradient over all ranks, once an optimizer step.
 
         Raises:
-            DispatchError: ranks share out the parameters.
+            DispatchError: no rank has whole gradients, as ranks share out the parameters, or each
+                runs a stage.
         """
-        self._refuse_unmade("reduce_gradients")
-        self._refuse_by_hand("reduce_gradients")
-        state = self._agreed.of_step(None)
-        with self.groups.watch.section("reduce_gradients"):
-            reduce_gradients(self.model.parameters(), self.groups, state)
+        core = self.core
+        core.refuse_unmade("reduce_gradients")
+        self.execution.refuse_by_hand("reduce_gradients")
+        state = core.agreed.of_step(None)
+        with core.groups.watch.section("reduce_gradients"):
+            reduce_gradients(core.model.parameters(), core.groups, state)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scales a gradient longer than `max_norm` down to it; returns its norm before.
@@ -201,16 +257,7 @@ class TrainedModel(ModelInsight):
         Raises:
             DataError: `max_norm` is no positive number.
         """
-        return clip_gradients(self.parameters(), max_norm)
-
-    def _refuse_by_hand(self, what: str) -> None:
-        mode = self.planned.request.parameters
-        if mode != "whole" and self.groups.world > 1:
-            raise DispatchError(
-                f"parameters='{mode}': got {what}; expected train_step: no rank keeps a whole "
-                "gradient, so it is summed while a step runs; call the model under "
-                "torch.no_grad() to evaluate, or compile it with parameters='whole'"
-            )
+        return self.execution.clip(max_norm)
 
 
 def _refused(step: Step, clip: float | None, nonfinite: str, outputs: object) -> DcpcError | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,19 +15,41 @@ from dcpc.runtime.step.result import MicroBatchOutputs
 
 
 @dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """Keeps what micro-batches return.
+
+    Attributes:
+        made: restores the structure of what forward returned.
+    """
+
+    made: WithOutputs
+    _given: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
+
+    def keep(self, mb: MicroBatch, tensors: Sequence[Any]) -> None:
+        """Keeps what a micro-batch returned, the loss first."""
+        loss, *others = tensors
+        self._given[mb.number] = self.made.restored([loss.detach(), *others])
+
+    def of(self, step: Step) -> tuple[MicroBatchOutputs, ...]:
+        """Returns what each micro-batch of this rank returned, in order; nothing if it ran none."""
+        none = (None, None)
+        every = step.micro_batches
+        return tuple(MicroBatchOutputs(mb, *self._given.get(mb.number, none)) for mb in every)
+
+
+@dataclass(frozen=True, slots=True)
 class StepRun:
     """Runs the micro-batches of a step.
 
     Attributes:
         step: which one.
         dispatch: runs them.
-        made: restores what forward returned; None: no outputs are asked for.
+        outputs: keeps what forward returned; None: no outputs are asked for.
     """
 
     step: Step
     dispatch: Dispatch
-    made: WithOutputs | None
-    _given: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
+    outputs: StepOutputs | None
 
     def __call__(self, mb: MicroBatch, inputs: Mapping[str, Tensor]) -> Tensor:
         """Returns the loss of a micro-batch, and keeps what is returned besides.
@@ -36,16 +58,8 @@ class StepRun:
             mb: which one.
             inputs: of it, on the device.
         """
-        loss: Tensor
-        loss, *others = self.dispatch.run_micro_batch(self.step, mb, inputs)
-        if self.made is not None:
-            self._given[mb.number] = self.made.restored([loss.detach(), *others])
+        found = self.dispatch.run_micro_batch(self.step, mb, inputs)
+        if self.outputs is not None:
+            self.outputs.keep(mb, found)
+        loss: Tensor = found[0]
         return loss
-
-    def outputs(self) -> tuple[MicroBatchOutputs, ...]:
-        """Returns what each micro-batch gave back, in order; nothing where it is not asked for."""
-        if self.made is None:
-            return ()
-        none = (None, None)
-        every = self.step.micro_batches
-        return tuple(MicroBatchOutputs(mb, *self._given.get(mb.number, none)) for mb in every)

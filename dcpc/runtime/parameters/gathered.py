@@ -14,8 +14,8 @@ free of each other; then ranks with the same rows sum these once, at the end of 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -133,30 +133,12 @@ class GatheredStore(RowStore):
     def updated(self, params: list[nn.Parameter]) -> None:
         """Does nothing: rows are gathered when they are read."""
 
-    def load(self, values: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-        """Writes this rank's rows of the values.
-
-        Args:
-            values: a state dict, of whole tensors or `DTensor`s.
-            model: that will load it.
-
-        Returns:
-            The state dict, with parameters without memory in place of these.
-        """
-        found, named = dict(values), model.state_dict(keep_vars=True)
-        for name, value in values.items():
-            own = named.get(name)
-            if own is None or id(own) not in self._taken or value.shape != own.shape:
-                continue  # the model says what is wrong with it
-            shard: Any = self._shards[id(own)].detach()
-            if not isinstance(value, self._dtensor.DTensor):
-                self.fill(own, value)
-            elif value.device_mesh == shard.device_mesh and value.placements == shard.placements:
-                shard.to_local().copy_(value.to_local())
-            else:
-                self.fill(own, value.full_tensor())
-            found[name] = own.detach()
-        return found
+    def _loading(self, own: nn.Parameter, value: Tensor) -> Tensor:
+        """Writes this rank's rows of a whole value; returns a parameter without memory."""
+        if value.shape != own.shape:
+            return value  # the model says what is wrong with it
+        self.fill(own, value)
+        return own.detach()
 
 
 class RoundSum(Reduction):

@@ -27,7 +27,7 @@ def store_of(
 
     Args:
         mode: "whole", "step", "pull" or "rounds".
-        parameters: of the model; `install` gives the model those it has then.
+        parameters: of the model; in "rounds" the store's `install` gives it others.
         groups: the process groups.
         block: ranks that share them out; 0: all.
 
@@ -51,17 +51,6 @@ def store_of(
     made = _SHARING[mode](own, groups, block)
     _in_use.add(made)
     return made
-
-
-def gathers(mode: str) -> bool:
-    """Whether the model's own parameters have no memory in a mode: graphs gather them."""
-    return mode == GatheredStore.mode
-
-
-def install(store: ParameterStore, model: nn.Module) -> None:
-    """Gives a model the parameters that it has from now on, where these are not its own."""
-    if isinstance(store, GatheredStore):
-        store.install(model)
 
 
 def shared_out(model: nn.Module) -> bool:

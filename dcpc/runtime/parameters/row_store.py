@@ -241,17 +241,21 @@ class RowStore(ParameterStore):
             own = named.get(name)
             if own is None or id(own) not in self._shards:
                 continue
-            if not isinstance(value, self._dtensor.DTensor):
-                continue
             shard: Any = self._shards[id(own)].detach()
-            alike = value.device_mesh == shard.device_mesh and value.placements == shard.placements
-            if alike and value.shape == shard.shape:
-                shard.to_local().copy_(value.to_local())
-                found[name] = own.detach()
-            else:
-                found[name] = value.full_tensor()
+            if isinstance(value, self._dtensor.DTensor):
+                kind = (value.device_mesh, value.placements, value.shape)
+                if kind == (shard.device_mesh, shard.placements, shard.shape):
+                    shard.to_local().copy_(value.to_local())
+                    found[name] = own.detach()
+                    continue
+                value = value.full_tensor()
+            found[name] = self._loading(own, value)
         self.updated(self.whole)
         return found
+
+    def _loading(self, own: nn.Parameter, value: Tensor) -> Tensor:
+        """Returns what the model loads of a whole value for one of its parameters: all of it."""
+        return value
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ rank, and on the others when its step ends:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class ParameterStore(ABC):
         mode: name of this way to hold them.
         in_rounds: whether ranks go through a step together, see `gathered.py`.
         block: ranks that do.
+        partial: whether this rank's optimizer has only some of the parameters.
     """
 
     groups: Groups
@@ -42,6 +43,7 @@ class ParameterStore(ABC):
     mode: str
     in_rounds: bool = False
     block: int = 0
+    partial: bool = False
 
     @property
     @abstractmethod
@@ -62,6 +64,13 @@ class ParameterStore(ABC):
         Returns:
             Reason why no step can be taken; None: there is none.
         """
+
+    def named_parameters(
+        self, model: nn.Module, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields what a user has for a model's parameters, under their names in the model."""
+        for name, p in model.named_parameters(prefix, True, remove_duplicate):
+            yield name, self.shard(p)
 
     def state_dict(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Returns a model's state: its own."""

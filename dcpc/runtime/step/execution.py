@@ -38,14 +38,7 @@ class Execution(Protocol):
         """The parameters, and the ranks that train them."""
 
     def ready(self, step: Step) -> str:
-        """Returns text that must be the same on all ranks; sends nothing.
-
-        Args:
-            step: the one that `run` runs next.
-
-        Raises:
-            DcpcError: this rank cannot run it; all ranks raise it.
-        """
+        """Returns text that must be the same on all ranks, which raise a `DcpcError` of one."""
 
     def run(self, step: Step, total: float) -> Ran:
         """Adds a step's gradient, summed over all ranks, to `grad` of the store's parameters.
@@ -56,11 +49,7 @@ class Execution(Protocol):
         """
 
     def clip(self, max_norm: float) -> float:
-        """Scales the summed gradient down to a largest norm; returns its norm before.
-
-        Args:
-            max_norm: above 0, in the 2-norm.
-        """
+        """Scales the summed gradient down to a largest norm; returns its norm before."""
 
 
 def _nothing() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -85,25 +85,15 @@ def beside_earlier(store: ParameterStore) -> Iterator[list[float]]:
     earlier = [p.grad for p in params]
     for p in params:
         p.grad = None
-    put_back: list[float] = []
+    put_back, made = list[float](), False
     try:
         yield put_back
-    except BaseException:
-        _restore(store, params, earlier)
-        raise
-    if put_back:
-        _restore(store, params, earlier)
-        return
-    for p, grad in zip(params, earlier, strict=True):
-        if grad is not None:
-            p.grad = grad if p.grad is None else grad.add_(p.grad)
-
-
-def _restore(
-    store: ParameterStore,
-    params: Sequence[torch.nn.Parameter],
-    earlier: Sequence[torch.Tensor | None],
-) -> None:
-    store.failed()
-    for p, grad in zip(params, earlier, strict=True):
-        p.grad = grad
+        made = not put_back
+    finally:
+        if not made:
+            store.failed()
+        for p, grad in zip(params, earlier, strict=True):
+            if not made:
+                p.grad = grad
+            elif grad is not None:
+                p.grad = grad if p.grad is None else grad.add_(p.grad)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +28,6 @@ Inputs = Mapping[str, Tensor]
 Given = Callable[[Bucket, Inputs, Sizes], tuple[Inputs, Sizes]]
 
 
-class Returned(Protocol):
-    """Takes what the micro-batches of a step return."""
-
-    def shapes(self, mb: MicroBatch, sizes: Sizes) -> Sequence[Shaped]:
-        """Returns shape and dtype of what the last stage returns, the loss first."""
-
-    def take(self, mb: MicroBatch, tensors: Sequence[Tensor]) -> None:
-        """Takes what a micro-batch returned."""
-
-
 @dataclass
 class InStages:
     """Runs this rank's stage of a model in stages; it is an `Execution`.
@@ -50,7 +40,9 @@ class InStages:
         summed: sums their gradients over all ranks, and returns the bytes that were summed.
         given: returns what stages take of a micro-batch, the same on all ranks of a pipeline.
         seed: (epoch, number of the step, of the micro-batch) -> seed of its random numbers.
-        returned: takes what forward returns; None: the loss alone is wanted.
+        shapes: (micro-batch, lengths) -> shape and dtype of what forward returns, the loss first;
+            None: the loss alone is wanted.
+        take: takes what a micro-batch returned.
     """
 
     grid: PipelineGrid
@@ -60,7 +52,8 @@ class InStages:
     summed: Callable[[], int]
     given: Given
     seed: Callable[[int, int, int], int]
-    returned: Returned | None = None
+    shapes: Callable[[MicroBatch, Sizes], Sequence[Shaped]] | None = None
+    take: Callable[[MicroBatch, Sequence[Tensor]], None] | None = None
     _schedule: PipelineSchedule = field(default=PipelineSchedule((), ()))
     _batches: list[PipelineBatch] = field(default_factory=list)
 
@@ -78,10 +71,7 @@ class InStages:
         return found
 
     def ready(self, step: Step) -> str:
-        """Returns how many stages there are; the step's schedule ends, and its inputs are here.
-
-        Args:
-            step: from the loader, planned for these stages.
+        """Returns how many stages there are; takes the step's schedule and its inputs.
 
         Raises:
             PlanError: the schedule does not end, or is none of these stages.
@@ -98,12 +88,7 @@ class InStages:
         return PipelineBatch(inputs, sizes, mb.weight, self.seed(step.epoch, step.index, mb.number))
 
     def run(self, step: Step, total: float) -> Ran:
-        """Adds a step's gradient, summed over all ranks, to this stage's parameters.
-
-        Args:
-            step: all ranks are in it.
-            total: sum of the weights of all micro-batches.
-        """
+        """Adds a step's gradient, summed over all ranks, to this stage's parameters."""
         # Where no label counts a mean is NaN, and so is NaN * 0: all stages leave it out.
         counted = [i for i, mb in enumerate(step.micro_batches) if mb.weight != 0]
         every = self._batches
@@ -112,13 +97,13 @@ class InStages:
         clock, schedule = Clock(grid.groups.device), self._schedule.only(counted)
         if counted:
             made = dict[int, Sequence[Tensor]]()
-            keep = None if self.returned is None else made.__setitem__
+            keep = None if self.shapes is None else made.__setitem__
             part = run_schedule(self.settings, shares, schedule, grid, clock.mark, keep)
-            if self.returned is not None:
-                for place, number in enumerate(counted):
-                    mb, sizes = step.micro_batches[number], shares[place].sizes
-                    shapes = self.returned.shapes(mb, sizes)
-                    self.returned.take(mb, from_last(made.pop(place, ()), shapes, grid))
+            if self.shapes is not None and self.take is not None:
+                for place, i in enumerate(counted):
+                    mb = step.micro_batches[i]
+                    shapes = self.shapes(mb, shares[place].sizes)
+                    self.take(mb, from_last(made.pop(place, ()), shapes, grid))
         sums = Clock(grid.groups.device)
         sums.mark()
         reduced_bytes = self.summed()
@@ -134,13 +119,8 @@ class InStages:
     def clip(self, max_norm: float) -> float:
         """Scales a gradient of the whole model that is too long down to `max_norm`, in place.
 
-        Collective over all ranks. A parameter that several stages read counts once.
-
-        Args:
-            max_norm: above 0, in the 2-norm.
-
-        Returns:
-            The norm of the whole model's gradient before.
+        Returns its norm before. Collective over all ranks. A parameter that several stages read
+        counts once.
 
         Raises:
             DataError: `max_norm` is no positive number.

@@ -91,10 +91,6 @@ class OnGroup:
     def run(self, step: Step, total: float) -> Ran:
         """Adds a step's gradient, summed over all ranks, to `grad` of the store's parameters.
 
-        Args:
-            step: all ranks are in it.
-            total: sum of the weights of all micro-batches.
-
         Raises:
             OutOfMemoryInStepError: on all ranks, where one gave the step up.
             PlanError: a group of ranks does not fit the blocks that share parameters out.

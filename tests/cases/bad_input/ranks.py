@@ -67,7 +67,7 @@ def _step(**options: Any) -> Any:
 @contextmanager
 def _infinite_on(ground: Ground, bad: bool) -> Iterator[None]:
     """Has the losses of this rank's micro-batches infinite, if it is the one."""
-    dispatch = ground.compiled._dispatch
+    dispatch = ground.compiled._core.dispatch
     run = dispatch.run_micro_batch
     try:
         if bad:

@@ -71,9 +71,9 @@ def test_all_gradients_are_handed_over_and_autograd_adds_none(compiled):
 def test_a_backend_without_parts_hands_over_at_its_end(compiled, monkeypatch):
     """Inductor's backward is one call."""
     want = expected(compiled)
-    made = compiled._dispatch.variants
+    made = compiled._core.dispatch.variants
     whole = {k: (replace(v, run_handing_over=None), i) for k, (v, i) in made.items()}
-    monkeypatch.setattr(compiled._dispatch, "variants", whole)
+    monkeypatch.setattr(compiled._core.dispatch, "variants", whole)
     found = delivered(compiled)
     check(compiled, want, found)
     assert list(found) == [n for n in reversed(want) if n in found]

@@ -7,17 +7,13 @@ stage alone
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from dcpc.buckets import BATCH, Sizes, ones_of
-from dcpc.codegen.lower.output_pieces import OutputPiece
 from dcpc.codegen.lower.unpad import rows_name
-from dcpc.compiled.editions import Edition
-from dcpc.compiled.outputs.wanted import WithOutputs
 from dcpc.compiled.pipeline.borders import borders_like, homes_of
 from dcpc.compiled.pipeline.chain import chain_of
 from dcpc.compiled.pipeline.stages import ProgramStage, stages_of
@@ -27,9 +23,6 @@ from dcpc.compiled.unpadding.unpadding import Unpadding, fewest_steps
 from dcpc.errors import PlanError
 from dcpc.plan.runnable import Runnable
 from dcpc.plan.traced import Traced
-from dcpc.runtime.data.steps import MicroBatch, Step
-from dcpc.runtime.pipeline.stage import Shaped
-from dcpc.runtime.step.result import MicroBatchOutputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,37 +155,3 @@ class OwnSetting:
         largest = {BATCH: 1, **(traced.reference or traced.program.hints)}
         settings = recomputed(own, own.study(largest).steps, self.stages.recompute)
         return settings[self.number]
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutputs:
-    """Keeps what micro-batches return; it is a `runtime.step.in_stages.Returned`.
-
-    Attributes:
-        edition: graphs that return it.
-        made: restores the structure of what forward returned.
-        stages: cuts programs.
-    """
-
-    edition: Edition
-    made: WithOutputs
-    stages: OwnStages
-    _given: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
-
-    def shapes(self, mb: MicroBatch, sizes: Sizes) -> Sequence[Shaped]:
-        """Returns shape and dtype of what the last stage returns, the loss first."""
-        traced = self.edition.planned.by_bucket[mb.bucket].traced
-        return self.stages.of(traced).last.sent(sizes)
-
-    def take(self, mb: MicroBatch, tensors: Sequence[Tensor]) -> None:
-        """Takes what a micro-batch returned."""
-        loss, *others = tensors
-        program = self.edition.planned.by_bucket[mb.bucket].traced.program
-        pieces = [OutputPiece(x) if program.pieces else x for x in others]
-        self._given[mb.number] = self.made.restored([loss, *pieces])
-
-    def of(self, step: Step) -> tuple[MicroBatchOutputs, ...]:
-        """Returns what each micro-batch of this rank's pipeline returned, in order."""
-        none = (None, None)
-        every = step.micro_batches
-        return tuple(MicroBatchOutputs(mb, *self._given.get(mb.number, none)) for mb in every)

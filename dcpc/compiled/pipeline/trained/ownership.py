@@ -6,7 +6,7 @@ shape and no memory, and torch refuses whatever would read it. One that no stage
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class StageStore(ParameterStore):
         layout: which of them runs what.
     """
 
-    mode = "stages"
+    mode, partial = "stages", True
 
     def __init__(
         self,
@@ -55,6 +55,10 @@ class StageStore(ParameterStore):
         _leave_to_others(model, held)
         self.groups, self.whole = groups, [*self.named(model).values()]
         self._rows: list[RowStore] = []
+        dtype = next((p.dtype for p in model.parameters()), None)
+        empty = torch.empty(0, 0, dtype=dtype, device=groups.device)
+        # By a name that no parameter of a model has.
+        self._untrained = f"(stage {own.index} trains none)", nn.Parameter(empty)
 
     def share_out(self, model: nn.Module, grid: PipelineGrid) -> None:
         """Has the ranks that read a parameter share out its rows, as with parameters="step".
@@ -73,6 +77,22 @@ class StageStore(ParameterStore):
             read = [p for n, p in own.items() if grid.readers.get(n) == which and p.requires_grad]
             if read:
                 self._rows.append(RowStore(read, ranks))
+
+    def named_parameters(
+        self, model: nn.Module, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters of this rank's stage, under the names that the model has.
+
+        Of a stage that trains none also one without elements, which no step changes: optimizers
+        refuse an empty list, and the other ranks would wait for this one.
+        """
+        trains = False
+        for name, p in model.named_parameters(prefix, True, remove_duplicate):
+            if not p.is_meta:
+                yield name, self.shard(p)
+                trains = trains or self.shard(p).requires_grad
+        if not trains:
+            yield self._untrained
 
     @property
     def kept(self) -> list[nn.Parameter]:

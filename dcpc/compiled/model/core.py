@@ -1,0 +1,123 @@
+"""What the parts of a compiled model share: the model, its plans, its store, its graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from torch import nn
+
+from dcpc.buckets import Bucket, Buckets
+from dcpc.compiled.agreed_state import AgreedState
+from dcpc.compiled.dispatch import Dispatch
+from dcpc.compiled.editions import Edition, Editions, Prepare
+from dcpc.compiled.materialize import on_meta
+from dcpc.compiled.seeds import Seeds
+from dcpc.compiled.tighter import TighterPlans
+from dcpc.errors import DispatchError
+from dcpc.ir import BucketPlan
+from dcpc.plan.choose import TriedRow
+from dcpc.plan.planning import Planned
+from dcpc.runtime.groups.agreement import agree
+from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.parameters.gathered import GatheredStore
+from dcpc.runtime.parameters.modes import shared_out, store_of
+from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
+from dcpc.runtime.parameters.store import ParameterStore, WholeStore
+from dcpc.runtime.planner.speeds import LearnedSpeeds
+from dcpc.verify import Verifier
+
+
+class ModelCore:
+    """What `dcpc.compile` has made, and what follows it while the model is used.
+
+    Args:
+        base_seed: seed of all random numbers.
+        verifier: compares the graphs with the model.
+        prepare: makes what runs of programs, as `dcpc.compile` did.
+        unpad: which calls run without padding, as for `Unpadding`.
+
+    Attributes:
+        plans: setting of each bucket. One object: reports read what is planned again, too.
+        tables: settings of each bucket that plans choose from.
+        unmade: whether the model is on the meta device, until `dcpc.materialize`.
+        store: who holds what of the parameters; nothing while it is unmade.
+        comm_bucket_bytes: bytes of gradients that are sent at once.
+        calls: how often ranks that meet have called the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buckets: Buckets,
+        planned: Planned,
+        groups: Groups,
+        base_seed: int,
+        verifier: Verifier,
+        prepare: Prepare,
+        learned: LearnedSpeeds,
+        unpad: bool | str = False,
+    ) -> None:
+        self.model, self.buckets, self.planned, self.groups = model, buckets, planned, groups
+        self.verifier, self.learned = verifier, learned
+        self.plans = cast(dict[Bucket, BucketPlan], planned.plans)
+        tables = dict(planned.tables)
+        self.tables: Mapping[Bucket, tuple[TriedRow, ...]] = tables
+        self.comm_bucket_bytes, self.calls = COMM_BUCKET_BYTES, 0
+        groups.number("users")
+        self._closed = False
+        self.unmade = on_meta(model) and not shared_out(model)
+        self.store: ParameterStore = WholeStore((), groups)
+        if not self.unmade:
+            asked = planned.request
+            self.store = store_of(asked.parameters, model.parameters(), groups, asked.block)
+            if isinstance(self.store, GatheredStore):
+                self.store.install(model)
+        self.seeds = Seeds(base_seed, groups)
+        self.tighter = TighterPlans(planned, self.plans, tables, groups)
+        self.dispatch = Dispatch(buckets, planned, groups, self.seeds, self.store, unpad)
+
+        def make(mine: Buckets, found: Planned) -> Dispatch:
+            dispatch = Dispatch(mine, found, groups, self.seeds, self.store, unpad)
+            dispatch.stats = self.dispatch.stats
+            return dispatch
+
+        first = Edition.of(model, buckets, planned, verifier, self.dispatch)
+        self.editions = Editions(model, first, prepare, make, groups.device.type)
+        self.agreed = AgreedState(model, planned, groups)
+
+    def refuse_unmade(self, what: str) -> None:
+        """Refuses what needs parameters, before they have memory.
+
+        Args:
+            what: is done, for the error.
+
+        Raises:
+            DispatchError: they have none.
+        """
+        if self.unmade:
+            raise DispatchError(
+                f"got {what} of a model on the meta device, whose parameters have no memory and no "
+                "values; expected one that was materialized; call dcpc.materialize(compiled) on "
+                "every rank first, and make the optimizer after it"
+            )
+
+    def close(self) -> None:
+        """Gives back the process groups, with their threads and connections; collective.
+
+        All compiled models of the same ranks share them: they are closed with the last that is
+        open. One that was closed runs no more; parameters stay.
+
+        Raises:
+            GroupError: a rank does not close it, or closes another one.
+        """
+        if self._closed:
+            return
+        agree(self.groups, self.groups.world, "close", "")
+        self._closed = True
+        self.groups.leave()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Closes it; not after an error, of which other ranks may not know."""
+        if kind is None:
+            self.close()
