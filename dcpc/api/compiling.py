@@ -29,11 +29,7 @@ from dcpc.compiled.pipeline import (
 from dcpc.errors import DcpcError, DispatchError, GroupError, PlanError, explaining
 from dcpc.ir import Program
 from dcpc.plan.following import state_tensors
-from dcpc.plan.options import (
-    CompileOptions,
-    PlanOptions,
-    taking,
-)
+from dcpc.plan.options import CompileOptions, PlanOptions, taking
 from dcpc.plan.planning import Planned, plans_text
 from dcpc.plan.runnable import Runnable
 from dcpc.runtime.groups.agreement import agree

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
-from dcpc.buckets import Buckets
-from dcpc.compiled.pipeline import CallChain, ProgramStage, chain_of, stages_of
+from dcpc.buckets import Buckets, ones_of
+from dcpc.compiled.pipeline import CallChain, ModelStage, ProgramStage, chain_of, stages_of
 from dcpc.plan.traced import Traced, traced
 from dcpc.symbolic_profile import find
 from models.gpt import GPT, GPTConfig
@@ -123,6 +123,11 @@ def evenly(chain: CallChain, stages: int) -> list[int]:
 def cut_model(case: PipelineCase, stages: int) -> tuple[nn.Module, tuple[ProgramStage, ...]]:
     model, found, chain = captured(case)
     return model, stages_of(found, model, chain, evenly(chain, stages))
+
+
+def of_one_trace(program: ProgramStage) -> ModelStage:
+    """Returns the stage of a model with one trace."""
+    return ModelStage({ones_of(program.part.program.hints): program})
 
 
 def plain_gradients(

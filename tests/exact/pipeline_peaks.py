@@ -104,7 +104,7 @@ def _told_and_measured(planner: PipelinePlanner, grid: PipelineGrid, step: Step)
         PipelineBatch(mb.inputs, {**mb.bucket.sizes, BATCH: len(mb.samples)}, 1.0, mb.number)
         for mb in step.micro_batches
     ]
-    settings = [OwnInputs(s.in_lane(grid.lane)) for s in planner.cost.rows[grid.stage]]
+    settings = [OwnInputs(s.by_trace[0].in_lane(grid.lane)) for s in planner.cost.rows[grid.stage]]
 
     def run() -> None:
         run_schedule(settings, batches, schedule, grid)

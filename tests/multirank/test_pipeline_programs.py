@@ -68,6 +68,8 @@ def programs(rank: int) -> dict[str, Any]:
             plain = alone(**each.micro_batch.inputs)
             worst += errors((each.loss, each.outputs), plain)
     said["outputs"], said["runs"] = max(worst), len(result.outputs)
+    with pytest.raises(dcpc.GroupError, match="outputs of graphs"):  # one rank asks for them
+        compiled.train_step(step, outputs=not rank)
     compiled, alone = made(0.1, verify="auto"), bert(0.1).eval()
     batch = {n: torch.stack([DATA[i][n][:16] for i in (0, 3)]) for n in INPUTS}
     between = {n: torch.stack([DATA[i][n][:20] for i in (0, 3)]) for n in INPUTS}

@@ -87,14 +87,7 @@ class ModelCore:
         self.agreed = AgreedState(model, planned, groups)
 
     def refuse_unmade(self, what: str) -> None:
-        """Refuses what needs parameters, before they have memory.
-
-        Args:
-            what: is done, for the error.
-
-        Raises:
-            DispatchError: they have none.
-        """
+        """Refuses what is done with parameters, by its name, before they have memory."""
         if self.unmade:
             raise DispatchError(
                 f"got {what} of a model on the meta device, whose parameters have no memory and no "

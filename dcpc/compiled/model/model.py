@@ -54,10 +54,7 @@ class CompiledModel(nn.Module):
     materialize = handed("_saving", ModelSaving.materialize)
     save = handed("_saving", ModelSaving.save)
     load = handed("_saving", ModelSaving.load)
-    module = property(
-        attrgetter("model"),
-        doc="The user's own module, for what is no compiled call: `compiled.module.generate()`.",
-    )
+    module = property(attrgetter("model"), doc="The user's module: `compiled.module.generate()`.")
     close = handed("_core", ModelCore.close)
     __exit__ = handed("_core", ModelCore.__exit__)
     # Reports

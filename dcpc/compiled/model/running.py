@@ -45,13 +45,7 @@ class ModelExecution(Protocol):
     def call(
         self, edition: Edition, problem: DcpcError | None, inputs: dict[str, Tensor]
     ) -> tuple[Any, ...]:
-        """Returns what an edition makes of inputs, once ranks that meet agree on all of it.
-
-        Args:
-            edition: graphs that run.
-            problem: reason why this rank cannot run them; None: it can.
-            inputs: by name.
-        """
+        """Returns what an edition makes of inputs, once ranks that meet agree on both."""
 
     def of_step(self, step: Step, edition: Edition, state: StepState) -> StepOfEdition:
         """Returns what runs a step with an edition, from a state that ranks compare."""
@@ -112,15 +106,14 @@ class ModelOnGroup:
         """Returns what runs a step's micro-batches, each on the ranks of its group."""
         core, dispatch, made = self.core, edition.dispatch, edition.planned.loss
         outputs = StepOutputs(made) if isinstance(made, WithOutputs) else None
-        run = StepRun(step, dispatch, outputs)
+        run, told = StepRun(step, dispatch, outputs), state
 
         def check() -> None:
             state.check()
             self.settings_of(edition).choose(step.plan, core.tighter.budgets)
 
-        told = state
         if outputs is not None:
-            told = replace(state, text=f"{state.text}, outputs of {edition.text}", check=check)
+            told = replace(state, check=check)
         store = core.store
         assert isinstance(store, WholeStore | RowStore), "of a model in one piece"
         rounds = dispatch if store.in_rounds else None

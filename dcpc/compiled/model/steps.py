@@ -109,11 +109,7 @@ class ModelRuns:
             return made.restored(found) if isinstance(made, WithOutputs) else found[0]
 
     def _edition(self, kind: str) -> tuple[Edition, DcpcError | None]:
-        """Returns what runs the model as it is, and why it cannot.
-
-        Args:
-            kind: how outputs come back; "": they do not.
-        """
+        """Returns what runs the model as it is, with this kind of outputs, and why it cannot."""
         edition, problem = self.core.editions.now()
         if kind and problem is None:
             return self.core.editions.with_outputs(edition, kind)
@@ -172,6 +168,8 @@ class ModelRuns:
         core.refuse_unmade("a train step")
         edition, problem = self._step_edition(output_kind("train_step", outputs))
         state, every = core.agreed.of_step(problem), core.learned.learns
+        if isinstance(edition.planned.loss, WithOutputs):
+            state = replace(state, text=f"{state.text}, outputs of {edition.text}")
 
         def attempt(step: Step) -> StepResult:
             execution, own, kept = self.execution.of_step(step, edition, state)

@@ -2,9 +2,8 @@
 
 from dcpc.compiled.pipeline.chain import CallChain, chain_of
 from dcpc.compiled.pipeline.costs import MixedBucket, ProgramCosts, StageDevice
-from dcpc.compiled.pipeline.cut import StagePlan, plan_stages, stage_bytes
-from dcpc.compiled.pipeline.mixed import MixedStage, ModelStage, StageState, shared_parameters
-from dcpc.compiled.pipeline.programs import StageProgram, stage_programs
+from dcpc.compiled.pipeline.cut import plan_stages, stage_bytes
+from dcpc.compiled.pipeline.model_stage import ModelStage, StageState, shared_parameters
 from dcpc.compiled.pipeline.scheduled import ScheduledStages
 from dcpc.compiled.pipeline.stages import ProgramStage, stages_of
 from dcpc.compiled.pipeline.trained.auto import choose_stages
@@ -20,15 +19,12 @@ __all__ = [
     "CallChain",
     "CutModel",
     "MixedBucket",
-    "MixedStage",
     "ModelStage",
     "PipelinedModel",
     "ProgramCosts",
     "ProgramStage",
     "ScheduledStages",
     "StageDevice",
-    "StagePlan",
-    "StageProgram",
     "StageState",
     "chain_of",
     "choose_stages",
@@ -40,7 +36,6 @@ __all__ = [
     "shared_parameters",
     "stage_bytes",
     "stage_degree",
-    "stage_programs",
     "stages_of",
     "stages_problem",
     "stages_report",

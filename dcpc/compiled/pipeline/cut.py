@@ -19,7 +19,7 @@ from dcpc.compiled.pipeline.costs import (
     mixed_costs,
     mixture_dims,
 )
-from dcpc.compiled.pipeline.mixed import ModelStage, StageState, stage_of_traces
+from dcpc.compiled.pipeline.model_stage import ModelStage, StageState
 from dcpc.compiled.pipeline.stages import ProgramStage, stages_of
 from dcpc.errors import PlanError
 from dcpc.passes.stages.costs import StageCut
@@ -100,7 +100,9 @@ def plan_stages(
             stages_of(v, model, chain, [at[t] for at in borders], sp, homes[t])
             for t, (v, chain) in enumerate(zip(traces, chains, strict=True))
         ]
-        stages = tuple(stage_of_traces(ones, each) for each in zip(*programs, strict=True))
+        stages = tuple(
+            ModelStage(dict(zip(ones, each, strict=True))) for each in zip(*programs, strict=True)
+        )
         fitted = [
             _fitted(stage, kinds[k], mixture) for stage, k in zip(stages, cut.kinds, strict=True)
         ]
@@ -148,7 +150,7 @@ def _fitted(
     stage: ModelStage, device: StageDevice, mixture: Sequence[MixedBucket]
 ) -> tuple[tuple[int, ...], int]:
     """Returns the fewest steps of recompute for each shape that fit, and the bytes they need."""
-    state, memory_bytes = StageState.of(stage, device.optimizer), device.memory_bytes
+    state, memory_bytes = StageState.of(stage.by_trace, device.optimizer), device.memory_bytes
     resident = state.resident_bytes
     steps, most = [], resident + state.step_bytes
     for bucket in mixture:
@@ -174,7 +176,7 @@ def stage_bytes(stage: ProgramStage, sizes: Sizes, resident_bytes: int | None = 
             itself, trained by Adam.
     """
     if resident_bytes is None:
-        resident_bytes = StageState.of(stage, OptimizerMemory()).resident_bytes
+        resident_bytes = StageState.of([stage], OptimizerMemory()).resident_bytes
     found = stage.predict(sizes)
     given_bytes = found.input_bytes + handed_on_bytes(stage, sizes)
     held_bytes = found.saved_bytes + found.shared_bytes + given_bytes

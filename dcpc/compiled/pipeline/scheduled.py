@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dcpc.buckets import BATCH, Sizes
 from dcpc.compiled.pipeline.costs import StageDevice
-from dcpc.compiled.pipeline.mixed import ModelStage
+from dcpc.compiled.pipeline.model_stage import ModelStage
 from dcpc.compiled.pipeline.work import pipeline_work
 from dcpc.runtime.pipeline.schedule import Hop, PipelineWork, StageCost
 

@@ -110,15 +110,6 @@ class ProgramStage:
         own = (first[id(held[n])] for n in part.program.learning if n in part.program.parameters)
         self.learning = tuple(dict.fromkeys(own))
 
-    @property
-    def by_trace(self) -> tuple[ProgramStage, ...]:
-        """Of each trace what runs its micro-batches: the stage itself."""
-        return (self,)
-
-    def at(self, sizes: Mapping[str, int]) -> ProgramStage:
-        """Returns what runs a micro-batch of these sizes: the stage itself."""
-        return self
-
     def recomputing(self, menu_step: int) -> ProgramStage:
         """Returns the same stage with so many steps of recompute; graphs are shared."""
         return self._with(menu_step=menu_step)

@@ -8,7 +8,7 @@ from dcpc.buckets import Sizes
 from dcpc.compiled.pipeline.costs import StageDevice
 from dcpc.compiled.pipeline.cut import handed_on_bytes, nbytes, passed_on_bytes
 from dcpc.compiled.pipeline.divided import PartCosts
-from dcpc.compiled.pipeline.mixed import ModelStage, StageState
+from dcpc.compiled.pipeline.model_stage import ModelStage, StageState
 from dcpc.compiled.pipeline.stages import ProgramStage
 from dcpc.runtime.pipeline.schedule import Hop, PipelineWork, StageCost
 
@@ -31,7 +31,8 @@ def pipeline_work(
         for row, device in pairs
     ]
     hops = [tuple(_hop(row[0].at(each), each) for each in sizes) for row in settings[:-1]]
-    room = [d.memory_bytes - StageState.of(row[0], d.optimizer).resident_bytes for row, d in pairs]
+    states = (StageState.of(row[0].by_trace, d.optimizer) for row, d in pairs)
+    room = [d.memory_bytes - s.resident_bytes for (_, d), s in zip(pairs, states, strict=True)]
     return PipelineWork(tuple(costs), tuple(hops), tuple(room))
 
 

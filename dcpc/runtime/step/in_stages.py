@@ -57,18 +57,12 @@ class InStages:
     _schedule: PipelineSchedule = field(default=PipelineSchedule((), ()))
     _batches: list[PipelineBatch] = field(default_factory=list)
 
-    @property
-    def mine(self) -> list[nn.Parameter]:
-        """What an optimizer has of gradients that this rank counts: no element counts twice."""
-        grid, found = self.grid, list[nn.Parameter]()
+    def _counts(self, name: str) -> bool:
+        """Whether this rank counts its part of a parameter's gradient: no element counts twice."""
+        grid, p = self.grid, self.parameters[name]
+        alone = self.store.shard(p) is p or not p.dim()  # whole on each rank that reads it
         first = not grid.replica and not grid.lane
-        for name, p in self.parameters.items():
-            if p.requires_grad:
-                kept = self.store.shard(p)
-                alone = kept is p or not p.dim()  # whole on each rank that reads it
-                if not alone or (first and min(grid.readers[name]) == grid.stage):
-                    found.append(kept)
-        return found
+        return p.requires_grad and (not alone or (first and min(grid.readers[name]) == grid.stage))
 
     def ready(self, step: Step) -> str:
         """Returns how many stages there are; takes the step's schedule and its inputs.
@@ -126,12 +120,13 @@ class InStages:
             DataError: `max_norm` is no positive number.
         """
         check_norm(max_norm)
-        counted = [_local(grad) for p in self.mine if (grad := p.grad) is not None]
+        every = self.parameters.items()
+        held = {n: _local(g) for n, p in every if (g := self.store.shard(p).grad) is not None}
+        counted = [g for n, g in held.items() if self._counts(n)]
         squares = float(torch.nn.utils.get_total_norm(counted).double() ** 2) if counted else 0.0
         norm = gather_facts([squares], self.grid.groups).sum().sqrt()
-        held = [self.store.shard(p) for p in self.parameters.values()]
         share = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grads_with_norm_
-        for gradient in [_local(p.grad) for p in held if p.grad is not None]:
+        for gradient in held.values():
             gradient.mul_(share.to(gradient.device))
         return float(norm)
 

@@ -21,7 +21,7 @@ from dcpc.passes.stages.mixture import best_cut
 from dcpc.plan.runnable import Runnable
 from dcpc.runtime.parameters.modes import shares
 from dcpc.symbolic_profile import OptimizerMemory
-from tests.cases.stages import CASES, captured, plain_gradients
+from tests.cases.stages import CASES, captured, of_one_trace, plain_gradients
 
 SGD = partial(partial, torch.optim.SGD)
 MIXTURE = (
@@ -50,7 +50,7 @@ def test_a_plan_is_of_about_the_seconds_of_its_own_stages(tied):
     model, runnable, _ = tied
     plan = plan_stages([runnable], model, MIXTURE, [StageDevice()] * 2)
     for number, bucket in enumerate(MIXTURE):
-        own = max(stage.predict(bucket.sizes).seconds_s for stage in plan.stages)
+        own = max(stage.at(bucket.sizes).predict(bucket.sizes).seconds_s for stage in plan.stages)
         assert plan.cut.bottleneck_s[number] == pytest.approx(own, rel=0.1)
     assert plan.menu_steps == ((0, 0), (0, 0))
 
@@ -62,8 +62,8 @@ def test_a_slow_device_gets_less_and_devices_are_told_by_number(tied):
     assert sorted(unequal.devices) == [0, 1]
     slow = unequal.devices.index(0)
     sizes = MIXTURE[1].sizes
-    even = max(stage.predict(sizes).seconds_s for stage in equal.stages)
-    assert unequal.stages[slow].predict(sizes).seconds_s < 0.8 * even
+    even = max(stage.at(sizes).predict(sizes).seconds_s for stage in equal.stages)
+    assert unequal.stages[slow].at(sizes).predict(sizes).seconds_s < 0.8 * even
     assert unequal.cut.expected_s < 4 * equal.cut.expected_s
 
 
@@ -76,11 +76,11 @@ def test_memory_is_kept_to_by_recompute_and_numbers_stay(tied):
     assert any(step for steps in plan.menu_steps for step in steps)
     for stage, steps in zip(plan.stages, plan.menu_steps, strict=True):
         pairs = zip(MIXTURE, steps, strict=True)
-        assert all(stage_bytes(stage.recomputing(k), b.sizes) <= most for b, k in pairs)
+        assert all(stage_bytes(stage.by_trace[0].recomputing(k), b.sizes) <= most for b, k in pairs)
     inputs = CASES["gpt_tied"].data({"batch": 2, "seq": 48}, 0)
     losses, wanted = plain_gradients(model, [inputs], [1.0])
     pairs = zip(plan.stages, plan.menu_steps, strict=True)
-    stages = [stage.recomputing(steps[1]) for stage, steps in pairs]
+    stages = [stage.by_trace[0].recomputing(steps[1]) for stage, steps in pairs]
     assert abs(run_in_turn(stages, inputs, 1.0) - losses[0]) <= 1e-10
     for name, parameter in model.named_parameters():
         assert (parameter.grad - wanted[name]).abs().max() <= 1e-10 * wanted[name].abs().max()
@@ -106,10 +106,12 @@ def test_memory_is_no_matter_where_it_is_plenty(tied):
 def test_costs_of_micro_batches_are_those_of_the_stages(tied):
     model, runnable, _ = tied
     devices = [StageDevice(), StageDevice(0.5, 1e9)]
-    first, last = plan_stages([runnable], model, MIXTURE, [StageDevice()] * 2).stages
+    stages = plan_stages([runnable], model, MIXTURE, [StageDevice()] * 2).stages
+    (first,), (last,) = (stage.by_trace for stage in stages)
     sizes = [bucket.sizes for bucket in MIXTURE]
     most = last.study(sizes[0]).steps
-    work = pipeline_work([[first], [last, last.recomputing(most)]], sizes, devices)
+    rows = [[first], [last, last.recomputing(most)]]
+    work = pipeline_work([[*map(of_one_trace, row)] for row in rows], sizes, devices)
     for number, each in enumerate(sizes):
         fastest, least = work.costs[1][number]
         assert fastest.forward_s + fastest.backward_s == pytest.approx(
@@ -120,7 +122,7 @@ def test_costs_of_micro_batches_are_those_of_the_stages(tied):
         peak = max(fastest.forward_bytes, fastest.backward_bytes)
         assert peak == found.peak_bytes + found.input_bytes - found.returned_bytes
         assert work.hops[0][number].forward_bytes == each["batch"] * each["seq"] * 32 * 8
-    assert work.memory_bytes == (inf, 1e9 - StageState.of(last, OptimizerMemory()).resident_bytes)
+    assert work.memory_bytes == (inf, 1e9 - StageState.of([last], OptimizerMemory()).resident_bytes)
 
 
 def test_what_a_rank_keeps_follows_from_the_optimizer_and_who_shares_its_rows(tied):
@@ -131,13 +133,18 @@ def test_what_a_rank_keeps_follows_from_the_optimizer_and_who_shares_its_rows(ti
         own = [held[n] for n in stage.parameters]
         size, rows = sum(p.nbytes for p in own), sum(p.nbytes for p in shares(own, 4))
         kept = {
-            momentum: StageState.of(stage, OptimizerMemory(SGD(momentum=momentum))).resident_bytes
+            momentum: StageState.of(
+                stage.by_trace, OptimizerMemory(SGD(momentum=momentum))
+            ).resident_bytes
             for momentum in (0.0, 0.9)
         }
         assert kept == {0.0: 2 * size, 0.9: 3 * size}
-        assert StageState.of(stage, OptimizerMemory(given_bytes=7)).resident_bytes == 2 * size + 7
+        assert (
+            StageState.of(stage.by_trace, OptimizerMemory(given_bytes=7)).resident_bytes
+            == 2 * size + 7
+        )
         # Gradients on their way to those who share the rows, and what arrives.
-        shared = StageState.of(stage, OptimizerMemory(owners=4)).resident_bytes
+        shared = StageState.of(stage.by_trace, OptimizerMemory(owners=4)).resident_bytes
         assert shared == 2 * size + 2 * rows + 2 * size
     least = plan_stages(
         [runnable], model, MIXTURE, [StageDevice(1.0, 1e12, OptimizerMemory(SGD()))] * 2

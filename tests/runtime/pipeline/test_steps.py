@@ -126,7 +126,8 @@ def test_planned_steps_recompute_where_memory_is_short_and_have_the_plain_models
     options = PlanOptions(backend="eager", device=SPLITTING, world=2)
     plan = cut_with(Skipping().double(), BUCKETS, options, 2).plan
     sizes = {"seq": 48, "batch": 1}
-    least = [stage.recomputing(stage.study(sizes).steps) for stage in plan.stages]
+    programs = [stage.by_trace[0] for stage in plan.stages]
+    least = [program.recomputing(program.study(sizes).steps) for program in programs]
     memory = (max(plan.needed_bytes) + max(stage_bytes(stage, sizes) for stage in least)) / 2
     found = run_ranks(short_of_memory, 2, memory, timeout_s=240.0)
     assert all(worst < 1e-10 for worst, _ in found)

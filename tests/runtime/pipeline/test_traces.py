@@ -113,7 +113,7 @@ def test_a_cut_shares_no_parameter_but_the_tied_one_and_each_stage_has_those_of_
         assert sorted({*every}) == sorted(n for n, _ in model.named_parameters())
         held = dict(model.named_parameters())
         for stage in cut.plan.stages:
-            kept = StageState.of(stage, OptimizerMemory()).resident_bytes
+            kept = StageState.of(stage.by_trace, OptimizerMemory()).resident_bytes
             own = [held[n] for n in stage.parameters]
             assert kept == sum(p.nbytes * (4 if p.requires_grad else 1) for p in own)
 
@@ -146,7 +146,7 @@ def test_a_plan_is_of_about_the_seconds_of_its_own_stages_and_keeps_to_memory(br
     assert max(plan.needed_bytes) <= most
     assert any(any(steps) for steps in plan.menu_steps)
     for stage, steps in zip(plan.stages, plan.menu_steps, strict=True):
-        resident = StageState.of(stage, OptimizerMemory()).resident_bytes
+        resident = StageState.of(stage.by_trace, OptimizerMemory()).resident_bytes
         needed = [
             stage_bytes(stage.at(b.sizes).recomputing(k), b.sizes, resident)
             for b, k in zip(branching.mixture, steps, strict=True)
@@ -265,8 +265,9 @@ def test_stages_of_images_alone_know_a_dim_that_is_in_no_shape():
     model = case.make()
     cut = cut_with(model, buckets, PlanOptions(backend="eager", world=2), 2)
     inputs = case.data({**case.images[0], "batch": 2}, 0)
-    assert cut.plan.stages[0].sizes(inputs, ()) == {**case.images[0], "batch": 2}
-    loss = run_in_turn(cut.plan.stages, inputs)
+    stages = [stage.by_trace[0] for stage in cut.plan.stages]
+    assert stages[0].sizes(inputs, ()) == {**case.images[0], "batch": 2}
+    loss = run_in_turn(stages, inputs)
     assert abs(float(loss.detach() / model(**inputs).detach()) - 1) < 1e-10
 
 

@@ -142,7 +142,7 @@ def test_a_slow_rank_gets_less_wherever_it_is(parts):
     model, planned, _ = parts  # it can be cut at one place alone, so its stages change places
     for slow, speeds in enumerate([(0.25, 1.0), (1.0, 0.25)]):
         cut = cut_model(model, BUCKETS, planned, 2, 2, speeds=speeds)
-        work = [_calls_of(cut.plan.stages[cut.layout.stage(rank)]) for rank in (0, 1)]
+        work = [_calls_of(cut.plan.stages[cut.layout.stage(rank)].by_trace[0]) for rank in (0, 1)]
         assert work[slow] < work[1 - slow]
         assert cut.layout.order == ((0, 1) if slow == 0 else (1, 0))
     # A place is as fast as its slowest rank, in any pipeline and any lane: here they are alike.
@@ -172,7 +172,7 @@ def test_the_graphs_that_inductor_compiles_are_compared_and_a_ranks_own_stage_as
         "2 stages, the least recompute, stage 1 as inductor compiled it: loss and every gradient",
         "2 stages, the most recompute, the graphs that inductor compiles: loss and every gradient",
     ]
-    counts = [s[0].runnable.compiled_count for s in compiled_parts[2].planner.cost.rows]
+    counts = [s[0].by_trace[0].runnable.compiled_count for s in compiled_parts[2].planner.cost.rows]
     assert counts == [0, 1], "of other stages nothing is compiled"
 
 
@@ -184,7 +184,7 @@ def test_compiled_stages_that_draw_are_compared_as_graphs():
     assert problem is None
     assert len(lines) == 2
     assert all("the graphs that inductor compiles" in line for line in lines)
-    assert all(row[0].runnable.compiled_count == 0 for row in cut.planner.cost.rows)
+    assert all(row[0].by_trace[0].runnable.compiled_count == 0 for row in cut.planner.cost.rows)
 
 
 @pytest.mark.parametrize("which", ["outputs", "backward"])

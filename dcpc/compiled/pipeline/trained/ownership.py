@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dcpc.compiled.agreed_state import AgreedState
-from dcpc.compiled.pipeline.mixed import ModelStage
+from dcpc.compiled.pipeline.model_stage import ModelStage
 from dcpc.errors import DcpcError, DispatchError, GroupError
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import share_of

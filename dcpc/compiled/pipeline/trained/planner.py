@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.compiled.pipeline.costs import StageDevice
-from dcpc.compiled.pipeline.mixed import ModelStage, stage_of_traces
+from dcpc.compiled.pipeline.model_stage import ModelStage
 from dcpc.compiled.pipeline.scheduled import ScheduledStages
 from dcpc.compiled.pipeline.stages import ProgramStage
 from dcpc.errors import PlanError
@@ -73,7 +73,8 @@ class PipelinePlanner:
         for stage in stages:
             each = [(stage.at(sizes), stage.at(sizes).study(sizes).steps) for sizes in largest]
             settings = (recomputed(program, steps, recompute) for program, steps in each)
-            rows.append([stage_of_traces([*traces], s) for s in zip(*settings, strict=True)])
+            every = zip(*settings, strict=True)
+            rows.append([ModelStage(dict(zip(traces, s, strict=True))) for s in every])
         most = tuple(
             (b.batch or MOST_SAMPLES) if BATCH in stages[0].at(b.sizes).part.program.symbols else 1
             for b in own

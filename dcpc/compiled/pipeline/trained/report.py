@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dcpc.buckets import Bucket
-from dcpc.compiled.pipeline.mixed import ModelStage, StageState, shared_parameters
+from dcpc.compiled.pipeline.model_stage import ModelStage, StageState, shared_parameters
 from dcpc.compiled.pipeline.stages import ProgramStage
 from dcpc.compiled.pipeline.trained.cutting import CutModel
 from dcpc.symbolic_profile import bytes_text, seconds_text
@@ -26,7 +26,7 @@ def stages_report(cut: CutModel, pipelines: int) -> str:
         "  stage  calls  parameters and state  most needed  recompute  a sample takes",
     ]
     own = zip(stages, planner.cost.devices, strict=True)
-    resident_bytes = [StageState.of(s, d.optimizer).resident_bytes for s, d in own]
+    resident_bytes = [StageState.of(s.by_trace, d.optimizer).resident_bytes for s, d in own]
     for stage in stages:
         seconds = ", ".join(_seconds(cut, stage, n, b) for n, b in enumerate(planner.buckets))
         steps = "/".join(map(str, sorted(set(cut.plan.menu_steps[stage.index]))))

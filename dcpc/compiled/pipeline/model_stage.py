@@ -1,10 +1,9 @@
-"""A stage of a model with several traces: one program for each, chosen by a micro-batch's sizes."""
+"""A stage of a model: a program for each of its traces, and the memory that its rank keeps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -16,24 +15,25 @@ from dcpc.symbolic_profile import OptimizerMemory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MixedStage:
-    """A stage of several traces; each rank of it has the parameters of all of them.
+class ModelStage:
+    """A stage of a model; each rank of it has the parameters of all of its programs.
 
     Attributes:
-        programs: dims that are 1 in a trace, as `dcpc.buckets.ones_of` says -> what runs it.
+        programs: dims that are 1 in a trace, as `dcpc.buckets.ones_of` says -> program of the trace
+            that runs its micro-batches.
     """
 
     programs: Mapping[frozenset[str], ProgramStage]
 
     @property
+    def by_trace(self) -> tuple[ProgramStage, ...]:
+        """Programs in the order of the traces."""
+        return tuple(self.programs.values())
+
+    @property
     def index(self) -> int:
         """Place of the stage, from 0."""
         return self.by_trace[0].index
-
-    @property
-    def count(self) -> int:
-        """Stages of the pipeline."""
-        return self.by_trace[0].count
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -45,34 +45,9 @@ class MixedStage:
         """Those of them that learn."""
         return tuple(dict.fromkeys(n for each in self.by_trace for n in each.learning))
 
-    @property
-    def by_trace(self) -> tuple[ProgramStage, ...]:
-        """Of each trace what runs its micro-batches."""
-        return tuple(self.programs.values())
-
     def at(self, sizes: Mapping[str, int]) -> ProgramStage:
-        """Returns what runs a micro-batch of these sizes."""
+        """Returns the program of micro-batches of these sizes."""
         return self.programs[ones_of(sizes)]
-
-    def in_lane(self, lane: int) -> MixedStage:
-        """Returns the same stage as a rank of its group runs it; graphs are shared."""
-        return replace(self, programs={k: p.in_lane(lane) for k, p in self.programs.items()})
-
-
-# A stage of a model, with a `ProgramStage` for each of its traces.
-ModelStage: TypeAlias = ProgramStage | MixedStage
-
-
-def stage_of_traces(ones: Sequence[frozenset[str]], programs: Sequence[ProgramStage]) -> ModelStage:
-    """Returns a stage of a model with one trace or several.
-
-    Args:
-        ones: of each trace the dims that are 1.
-        programs: of each trace what runs its micro-batches.
-    """
-    if len(programs) == 1:
-        return programs[0]
-    return MixedStage(dict(zip(ones, programs, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +63,16 @@ class StageState:
     step_bytes: int
 
     @classmethod
-    def of(cls, stage: ModelStage, optimizer: OptimizerMemory) -> StageState:
+    def of(cls, programs: Sequence[ProgramStage], optimizer: OptimizerMemory) -> StageState:
         """Returns what a rank keeps for a stage.
 
         Args:
-            stage: part of the model that the rank runs.
+            programs: programs of the stage that the rank runs.
             optimizer: what trains its parameters.
         """
         held: dict[int, Tensor] = {}
         learning: dict[int, nn.Parameter] = {}
-        for each in stage.by_trace:
+        for each in programs:
             whole, own = each.tensors()
             held |= whole
             learning |= own
