@@ -24,7 +24,7 @@ def handed(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Conc
     of_part = attrgetter(f"{part}.{method.__name__}")
 
     @wraps(method)
-    def call(model: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(model: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         found: T = of_part(model)(*args, **kwargs)
         return found
 

@@ -52,10 +52,10 @@ class ModelSaving:
             core.editions.first.followed.materialized(core.model)
             if init == "empty":  # what is compared with the model waits for values
                 return
-            problem = core.verifier.postponed_problem()
-            agree(core.groups, core.groups.world, "verification", str(problem or ""))
-            if problem is not None:
-                raise problem
+            wrong = core.verifier.postponed_problem()
+            agree(core.groups, core.groups.world, "verification", str(wrong or ""))
+            if wrong is not None:
+                raise wrong
 
     def save(
         self,

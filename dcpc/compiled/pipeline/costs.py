@@ -23,7 +23,7 @@ from torch import fx
 from dcpc.buckets import Sizes
 from dcpc.codegen import LoweredPair
 from dcpc.compiled.pipeline.chain import CallChain
-from dcpc.compiled.pipeline.mixed import states_of
+from dcpc.compiled.pipeline.model_stage import states_of
 from dcpc.ir import Placement, Program, Schedule
 from dcpc.passes.stages.costs import CutCosts, Floats
 from dcpc.plan.priced import Priced
