@@ -15,12 +15,7 @@ T = TypeVar("T")
 
 
 def handed(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Returns a method of a model that hands a call to a part.
-
-    Args:
-        part: attribute of the model that has the part.
-        method: method of the part's class; a subclass may have another one.
-    """
+    """Returns a method of a model that hands calls to a method of the part of this name."""
     of_part = attrgetter(f"{part}.{method.__name__}")
 
     @wraps(method)
@@ -32,12 +27,7 @@ def handed(part: str, method: Callable[Concatenate[Any, P], T]) -> Callable[Conc
 
 
 def shown(part: str, attribute: Callable[[Any], T]) -> T:
-    """Returns a property of a model, typed as its value, that reads a property of a part.
-
-    Args:
-        part: attribute of the model that has the part.
-        attribute: property of the part's class.
-    """
+    """Returns a property, typed as its value, that reads a property of the part of this name."""
     read: Any = attribute
     found: Any = property(attrgetter(f"{part}.{read.fget.__name__}"), doc=read.__doc__)
     return found  # type: ignore[no-any-return]

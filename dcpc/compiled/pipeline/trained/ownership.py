@@ -81,11 +81,7 @@ class StageStore(ParameterStore):
     def named_parameters(
         self, model: nn.Module, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the parameters of this rank's stage, under the names that the model has.
-
-        Of a stage that trains none also one without elements, which no step changes: optimizers
-        refuse an empty list, and the other ranks would wait for this one.
-        """
+        """Yields this stage's parameters; where it trains none also one without elements."""
         trains = False
         for name, p in model.named_parameters(prefix, True, remove_duplicate):
             if not p.is_meta:
