@@ -148,11 +148,7 @@ def _compiled(
 
 
 def _staged(
-    model: nn.Module,
-    buckets: Buckets,
-    options: CompileOptions,
-    told: PlanOptions,
-    speeds: Speeds,
+    model: nn.Module, buckets: Buckets, options: CompileOptions, told: PlanOptions, speeds: Speeds
 ) -> tuple[Planned, CutModel | None, str]:
     """Returns the plan to run, its stages, and the reason for these; no stages: no pipeline.
 

@@ -9,12 +9,7 @@ from torch import nn
 from dcpc.api.requests import rank_memory_bytes, target_of
 from dcpc.api.search import Traces, search
 from dcpc.buckets import Buckets
-from dcpc.compiled.pipeline import (
-    CutModel,
-    cut_model,
-    refuse_beside_stages,
-    stage_degree,
-)
+from dcpc.compiled.pipeline import CutModel, cut_model, refuse_beside_stages, stage_degree
 from dcpc.errors import explaining
 from dcpc.plan.options import MOST_COMMUNICATORS, PlanOptions, taking
 from dcpc.plan.planning import Planned
@@ -22,11 +17,7 @@ from dcpc.runtime.planner.speeds import Speeds
 
 
 def cut_with(
-    model: nn.Module,
-    buckets: Buckets,
-    options: PlanOptions,
-    stages: int,
-    speeds: Speeds = (),
+    model: nn.Module, buckets: Buckets, options: PlanOptions, stages: int, speeds: Speeds = ()
 ) -> CutModel:
     """Returns the stages that `compile(pipeline=)` would cut a model into, and their planner.
 

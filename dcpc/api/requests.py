@@ -8,24 +8,12 @@ import torch
 from torch import nn
 
 from dcpc.errors import PlanError
-from dcpc.plan.options import (
-    PlanOptions,
-    block_of,
-    degrees,
-    few_degrees,
-    memory_of,
-)
+from dcpc.plan.options import PlanOptions, block_of, degrees, few_degrees, memory_of
 from dcpc.plan.planning import PlanRequest
 from dcpc.runtime.groups.launch import local_device
 from dcpc.runtime.parameters.modes import shares
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
-from dcpc.symbolic_profile import (
-    Device,
-    OptimizerMemory,
-    detect,
-    find,
-    rounded,
-)
+from dcpc.symbolic_profile import Device, OptimizerMemory, detect, find, rounded
 
 
 def request_of(

@@ -207,11 +207,7 @@ def _refuse_misfits(planned: Planned) -> None:
 @app.command()
 @planning
 def plan(
-    factory: Factory,
-    buckets: SomeBuckets = None,
-    seq: Lengths = None,
-    *,
-    options: PlanOptions,
+    factory: Factory, buckets: SomeBuckets = None, seq: Lengths = None, *, options: PlanOptions
 ) -> None:
     """Print every setting tried for each bucket, whether it fits, and the chosen one."""
     planned, said = NamedModel(factory, buckets, seq).planned(options, partly=True)

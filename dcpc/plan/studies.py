@@ -24,15 +24,7 @@ from dcpc.codegen import VIEWS, Key, LoweredPair, UnitNodes
 from dcpc.fx.leaves import leaf_key, size_key
 from dcpc.ir import OUTSIDE, Fold, Placement, Profile, Program, tensor_operands
 from dcpc.passes.recompute.menu import AlikeBlocks, ForwardCall, Menu, ValueMemory, recompute_menu
-from dcpc.symbolic_profile import (
-    Costs,
-    Device,
-    Ledger,
-    Meter,
-    Prediction,
-    Usage,
-    with_constants,
-)
+from dcpc.symbolic_profile import Costs, Device, Ledger, Meter, Prediction, Usage, with_constants
 
 _DENSE = torch.ops.aten.clone.default  # copies a parameter that is not stored row by row
 

@@ -28,13 +28,7 @@ from dcpc.trace import casting
 from dcpc.trace.loss import gradient_of, one_number
 from dcpc.verify.draws import KnownParts
 from dcpc.verify.exactness import Difference, Gradients, LossAndGradients
-from dcpc.verify.reference import (
-    gradients_of,
-    input_name,
-    leaves_of,
-    state,
-    widened,
-)
+from dcpc.verify.reference import gradients_of, input_name, leaves_of, state, widened
 from dcpc.verify.references import Reference
 from dcpc.verify.replay import Replay, RightKernels, Watch, calls, in_order
 

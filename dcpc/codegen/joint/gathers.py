@@ -325,10 +325,7 @@ class Turns:
 
 
 def take_part(
-    units: GatherUnits,
-    nodes: Sequence[UnitNodes],
-    taken: Mapping[str, Tensor],
-    again: Set[int],
+    units: GatherUnits, nodes: Sequence[UnitNodes], taken: Mapping[str, Tensor], again: Set[int]
 ) -> Iterator[tuple[str, Tensor]]:
     """Takes part in the other ranks' gathers and sums without running forward and backward.
 

@@ -192,11 +192,7 @@ class _Backward:
     """
 
     def __init__(
-        self,
-        reads: Reads,
-        tangents: Sequence[fx.Node],
-        always: Set[fx.Node],
-        made_again: Set[str],
+        self, reads: Reads, tangents: Sequence[fx.Node], always: Set[fx.Node], made_again: Set[str]
     ) -> None:
         self._reads, self._always, self._again = reads, always, made_again
         self.order: list[fx.Node] = []

@@ -74,11 +74,7 @@ def returned_label(program: Program, placement: Placement, name: str) -> Label:
 
 
 def output_place(
-    program: Program,
-    placement: Placement,
-    name: str,
-    dims: Mapping[sympy.Symbol, int],
-    rank: int,
+    program: Program, placement: Placement, name: str, dims: Mapping[sympy.Symbol, int], rank: int
 ) -> OutputPlace | None:
     """Returns the position of a rank's piece in an output; None: the rank has all of it.
 

@@ -335,13 +335,7 @@ class _Unpadding:
         return sizes, order, at
 
     def _restored(
-        self,
-        x: fx.Node,
-        name: str,
-        order: list[int],
-        at: int,
-        rows: list[sympy.Expr],
-        shape: Shape,
+        self, x: fx.Node, name: str, order: list[int], at: int, rows: list[sympy.Expr], shape: Shape
     ) -> fx.Node:
         """Returns a value of joined rows with its dims in the program's order."""
         if order != sorted(order):

@@ -56,10 +56,7 @@ def compile_graphs(
 
 
 def compile_graph(
-    gm: fx.GraphModule,
-    backend: str,
-    mode: FakeTensorMode,
-    present: Set[sympy.Symbol] = frozenset(),
+    gm: fx.GraphModule, backend: str, mode: FakeTensorMode, present: Set[sympy.Symbol] = frozenset()
 ) -> tuple[Boxed, tuple[sympy.Basic, ...]]:
     """Returns a boxed callable, and the backend's assumptions about sizes.
 

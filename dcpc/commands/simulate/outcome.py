@@ -135,10 +135,7 @@ def of_steps(
 
 
 def of_batches(
-    name: str,
-    plans: Iterable[tuple[StepPlan, Sequence[int]]],
-    comm_bytes: float,
-    shown: int = 4,
+    name: str, plans: Iterable[tuple[StepPlan, Sequence[int]]], comm_bytes: float, shown: int = 4
 ) -> SimulatedOutcome:
     """Returns the totals of a system's plans of global batches of lengths.
 

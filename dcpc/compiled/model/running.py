@@ -1,4 +1,4 @@
-"""How a compiled model runs calls and steps: each on a group of ranks; or in stages, elsewhere."""
+"""How a compiled model runs calls and steps: on a group of ranks; in stages: `stage_runs.py`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from dcpc.compiled.model.core import ModelCore
 from dcpc.compiled.model.running import ModelExecution
 from dcpc.compiled.outputs.gradients import refusing_gradients
 from dcpc.compiled.outputs.wanted import WithOutputs, output_kind
-from dcpc.errors import DataError, DcpcError, DispatchError, explaining
+from dcpc.errors import DataError, DcpcError, DispatchError, explaining, refusing_unknown
 from dcpc.runtime.data.arguments import check_choice, check_step
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import agree
@@ -121,6 +121,7 @@ class ModelRuns:
         with self.core.groups.watch.naming():
             return self.execution.call(edition, problem, inputs)
 
+    @refusing_unknown("train_step", DataError)
     @explaining("train_step")
     def train_step(
         self,

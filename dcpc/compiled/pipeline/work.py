@@ -14,9 +14,7 @@ from dcpc.runtime.pipeline.schedule import Hop, PipelineWork, StageCost
 
 
 def pipeline_work(
-    settings: Sequence[Sequence[ModelStage]],
-    sizes: Sequence[Sizes],
-    devices: Sequence[StageDevice],
+    settings: Sequence[Sequence[ModelStage]], sizes: Sequence[Sizes], devices: Sequence[StageDevice]
 ) -> PipelineWork:
     """Returns the costs of micro-batches on the stages of a pipeline.
 

@@ -181,12 +181,7 @@ def _split(k: Tensor, sight: Sight) -> int:
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    added: Tensor | None,
-    keep: Tensor | None,
-    sight: Sight,
+    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, keep: Tensor | None, sight: Sight
 ) -> tuple[Tensor, Tensor]:
     first = _split(k, sight)
     if not first:

@@ -27,13 +27,7 @@ from dcpc.ops.attention.calls import (
     save_call,
 )
 from dcpc.ops.attention.kernels import check_sizes
-from dcpc.ops.attention.spec import (
-    Attended,
-    Sight,
-    accumulated,
-    empty_gradient,
-    empty_outputs,
-)
+from dcpc.ops.attention.spec import Attended, Sight, accumulated, empty_gradient, empty_outputs
 
 Index = slice | Tensor
 

@@ -86,11 +86,7 @@ def _fused(
 
 
 def backward(
-    given: Attended,
-    mask: Tensor | None,
-    keep: Tensor | None,
-    segment: Tensor | None,
-    sight: Sight,
+    given: Attended, mask: Tensor | None, keep: Tensor | None, segment: Tensor | None, sight: Sight
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k and v, laid out (b, s, h, d)."""
     _, q, k, v, _, _ = given
@@ -124,11 +120,7 @@ def backward(
 
 
 def _fused_backward(
-    kernel: str,
-    given: Attended,
-    mask: Tensor | None,
-    keep: Tensor | None,
-    sight: Sight,
+    kernel: str, given: Attended, mask: Tensor | None, keep: Tensor | None, sight: Sight
 ) -> tuple[Tensor, Tensor, Tensor]:
     if kernel == "flash":
         return flash.backward(given, mask, keep, sight)

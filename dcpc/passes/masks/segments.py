@@ -19,15 +19,7 @@ from torch import fx
 from dcpc.fx.graphs import op_name
 from dcpc.ir import Program
 from dcpc.passes.masks.mask_graph import MaskReader
-from dcpc.passes.masks.mask_values import (
-    Affine,
-    Data,
-    Truth,
-    both,
-    compared,
-    either,
-    negation,
-)
+from dcpc.passes.masks.mask_values import Affine, Data, Truth, both, compared, either, negation
 from dcpc.passes.sharding.op_kinds import arguments
 
 # An expression of lookups whose indices are Affine in the positions b, i (query) and j (key).

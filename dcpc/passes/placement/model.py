@@ -12,15 +12,7 @@ import sympy
 import torch
 from torch import fx
 
-from dcpc.ir import (
-    Label,
-    NodePlacement,
-    Program,
-    TensorInfo,
-    call_of,
-    is_tuple,
-    tensor_operands,
-)
+from dcpc.ir import Label, NodePlacement, Program, TensorInfo, call_of, is_tuple, tensor_operands
 from dcpc.passes.placement.label_costs import (
     NO_WORK,
     WHOLE,

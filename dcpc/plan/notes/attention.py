@@ -73,10 +73,7 @@ def _chosen(priced: Priced, bucket: Bucket, plan: BucketPlan, ways: Mapping[str,
 
 
 def _crossovers(
-    costs: LoweringCosts,
-    priced: Priced,
-    buckets: list[Bucket],
-    plans: Mapping[Bucket, BucketPlan],
+    costs: LoweringCosts, priced: Priced, buckets: list[Bucket], plans: Mapping[Bucket, BucketPlan]
 ) -> list[str]:
     """Returns for each degree the lengths from which each way is cheapest, if one dim varies.
 

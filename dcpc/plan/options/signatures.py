@@ -31,8 +31,7 @@ class Taking(Protocol[P, Result_co]):
 
 
 def taking(
-    kind: Callable[P, T],
-    refused: Callable[[DcpcError, Mapping[str, Any]], None] | None = None,
+    kind: Callable[P, T], refused: Callable[[DcpcError, Mapping[str, Any]], None] | None = None
 ) -> Callable[[Callable[[nn.Module, Buckets, T], Result_co]], Taking[P, Result_co]]:
     """Lets callers of a function give the fields of its options by name.
 

@@ -61,10 +61,7 @@ class Recipe:
     chooses: bool = False
 
     def plan(
-        self,
-        samples: Sequence[tuple[int, Bucket]],
-        table: PlanTable,
-        dims: Callable[[int], Dims],
+        self, samples: Sequence[tuple[int, Bucket]], table: PlanTable, dims: Callable[[int], Dims]
     ) -> StepPlan:
         """Returns the plan of a batch.
 
@@ -342,11 +339,7 @@ def _planned(
 
 
 def _packed(
-    batch: Batch,
-    fit: Callable[[int], Fit],
-    table: PlanTable,
-    recipe: Recipe,
-    turns: Iterable[int],
+    batch: Batch, fit: Callable[[int], Fit], table: PlanTable, recipe: Recipe, turns: Iterable[int]
 ) -> tuple[StepPlan, Rows]:
     if recipe.prices is not None:
         sequences = [(i, fit(i).tokens) for i, _ in batch.samples]

@@ -34,12 +34,7 @@ from dcpc.runtime.data.arguments import (
     check_step,
     check_step_size,
 )
-from dcpc.runtime.data.cuts import (
-    PlannedBatch,
-    Recipe,
-    count_steps,
-    cut_epoch,
-)
+from dcpc.runtime.data.cuts import PlannedBatch, Recipe, count_steps, cut_epoch
 from dcpc.runtime.data.making import AUTO, StepMaker, chosen_maker
 from dcpc.runtime.data.progress import Order, Progress, State
 from dcpc.runtime.data.samples import Dataset

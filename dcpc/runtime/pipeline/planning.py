@@ -166,10 +166,7 @@ def _end_s(plans: Sequence[PlannedPipeline]) -> float:
 
 
 def _splits(
-    lengths: Sequence[int],
-    cost: PipelineCost,
-    replicas: int,
-    apart: Mapping[int, int] | None,
+    lengths: Sequence[int], cost: PipelineCost, replicas: int, apart: Mapping[int, int] | None
 ) -> dict[Batches, tuple[int, int]]:
     """Returns different splits, each with the setting and the weight that made it.
 

@@ -16,9 +16,7 @@ from dcpc.runtime.step.execution import StepState
 
 
 def reduce_gradients(
-    parameters: Iterable[torch.nn.Parameter],
-    groups: Groups,
-    state: StepState | None = None,
+    parameters: Iterable[torch.nn.Parameter], groups: Groups, state: StepState | None = None
 ) -> None:
     """Sums every parameter's gradient over all ranks, in place; alone: nothing.
 

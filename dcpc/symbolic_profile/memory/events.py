@@ -178,11 +178,7 @@ class Recorder:
         self.names.append(name)
 
     def repeat(
-        self,
-        folding: Folding,
-        reached: Mapping[int, Place],
-        start: int,
-        storages_of: StoragesOf,
+        self, folding: Folding, reached: Mapping[int, Place], start: int, storages_of: StoragesOf
     ) -> None:
         """Repeats the steps of a middle copy for the others.
 

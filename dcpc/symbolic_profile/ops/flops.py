@@ -21,14 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from dcpc.ops.bundles import messages
 from dcpc.symbolic_profile.ops import attention
 from dcpc.symbolic_profile.ops.elements import LOOKUPS, elementwise
-from dcpc.symbolic_profile.ops.facts import (
-    Facts,
-    GroupSize,
-    TensorFacts,
-    argument,
-    op_name,
-    total,
-)
+from dcpc.symbolic_profile.ops.facts import Facts, GroupSize, TensorFacts, argument, op_name, total
 
 ZERO = sympy.Integer(0)
 

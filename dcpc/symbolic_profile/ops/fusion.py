@@ -67,10 +67,7 @@ class _Emission:
     """Turns drafts into kernels: inputs, values, and the memory these take."""
 
     def __init__(
-        self,
-        steps: Sequence[fx.Node | KernelDraft],
-        outputs: Sequence[fx.Node],
-        aliases: Aliases,
+        self, steps: Sequence[fx.Node | KernelDraft], outputs: Sequence[fx.Node], aliases: Aliases
     ) -> None:
         self._steps, self._outputs, self._aliases = steps, outputs, aliases
         self._done: dict[fx.Node, None] = {}

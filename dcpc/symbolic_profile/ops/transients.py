@@ -24,14 +24,7 @@ from dcpc.fx.torch_api.tags import is_pointwise
 from dcpc.ops.attention import Capability
 from dcpc.symbolic_profile.ops import attention
 from dcpc.symbolic_profile.ops.convolutions import convolution, convolution_backward
-from dcpc.symbolic_profile.ops.facts import (
-    CallFacts,
-    Facts,
-    argument,
-    op_name,
-    ranks_of,
-    total,
-)
+from dcpc.symbolic_profile.ops.facts import CallFacts, Facts, argument, op_name, ranks_of, total
 from dcpc.symbolic_profile.ops.flops import ZERO, halo_bytes, row_messages
 from dcpc.symbolic_profile.ops.gpu_transients import GPU_TRANSIENTS
 from dcpc.symbolic_profile.ops.kernel_transients import KERNELS, copies, half

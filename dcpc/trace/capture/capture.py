@@ -60,14 +60,7 @@ from dcpc.trace.capture.order import order_preparations
 from dcpc.trace.capture.own_backward import own_backwards, refuse_backward_hooks
 from dcpc.trace.capture.paths import Paths
 from dcpc.trace.formulas.math_of_sizes import math_of_sizes
-from dcpc.trace.loss import (
-    AllOutputs,
-    Loss,
-    check_names,
-    find_outputs,
-    loss_choice,
-    returned,
-)
+from dcpc.trace.loss import AllOutputs, Loss, check_names, find_outputs, loss_choice, returned
 from dcpc.trace.tables import refuse_short_tables
 
 _DEVICE = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)")

@@ -180,6 +180,7 @@ CALLS = {
         _step("a largest norm that is NaN", clip=math.nan),
         _step("a largest norm as text", clip="1"),
         _step("an unknown nonfinite=", nonfinite="ignore"),
+        _step("a misspelt clip=", cilp=1.0),
         Kind("a loss that is NaN", DataError, _infinite, late=True),
     ),
     "Checkpoints": (

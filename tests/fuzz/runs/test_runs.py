@@ -55,7 +55,7 @@ def test_random_runs_on_two_ranks_train_as_the_plain_model(part):
 FAULTS = {
     "a weight is dropped": ("data.making.weighed", lambda weigh, inputs, ids: 1.0),
     "samples done ahead are forgotten": ("data.progress.frozenset", lambda places: frozenset()),
-    "nothing is clipped": ("step.step.clip_gradients", lambda params, clip: clip),
+    "nothing is clipped": ("step.on_group.clip_gradients", lambda params, clip: clip),
     "packed sequences are joined": (
         "data.packing.RowMaker._marks",
         lambda *a: torch.ones(a[-1]).long(),

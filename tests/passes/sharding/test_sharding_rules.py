@@ -48,7 +48,7 @@ def check_line(op: str, examples: int, least: int) -> None:
             suppress_health_check=list(HealthCheck),
         )(given(st.data())(body))()  # fmt: skip
 
-    assert op in CASES, f"no strategy draws calls of {op}; add one to tests/passes/rule_cases"
+    assert op in CASES, f"no strategy draws calls of {op}; add one to rule_cases/ beside this"
     run(examples)
     if ran["split"] < least and op not in NEVER_SPLIT:
         run(80)  # what is drawn first depends on the order of sets, so on the hash seed

@@ -39,11 +39,7 @@ class StageStore(ParameterStore):
     mode, partial = "stages", True
 
     def __init__(
-        self,
-        model: nn.Module,
-        stages: Sequence[ModelStage],
-        groups: Groups,
-        layout: PipelineLayout,
+        self, model: nn.Module, stages: Sequence[ModelStage], groups: Groups, layout: PipelineLayout
     ) -> None:
         self._owners: dict[str, int] = {}
         for stage in reversed(stages):

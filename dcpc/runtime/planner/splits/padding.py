@@ -67,11 +67,7 @@ def share_padding(
 
 
 def split_by_length(
-    ids: Sequence[int],
-    bucket: Bucket,
-    rows: Sequence[PlanRow],
-    lengths: BatchLengths,
-    world: int,
+    ids: Sequence[int], bucket: Bucket, rows: Sequence[PlanRow], lengths: BatchLengths, world: int
 ) -> tuple[PlannedMicroBatch, ...] | None:
     """Returns micro-batches of a bucket, without ranks, each at the length of its longest sample.
 

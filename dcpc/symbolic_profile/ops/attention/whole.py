@@ -13,15 +13,7 @@ import sympy
 from torch import fx
 from torch.utils._sympy.functions import CeilDiv
 
-from dcpc.ops.attention import (
-    DEMANDS,
-    ROWS,
-    WIDEST,
-    Sight,
-    added_dtype,
-    kernel_name,
-    masks_window,
-)
+from dcpc.ops.attention import DEMANDS, ROWS, WIDEST, Sight, added_dtype, kernel_name, masks_window
 from dcpc.symbolic_profile.ops.attention.kernels import (
     BSHD,
     ONE,
