@@ -10,7 +10,7 @@ from dcpc.buckets.shape_buckets import (
     Sizes,
     ones_of,
 )
-from dcpc.buckets.specs import MAX_SIZE
+from dcpc.buckets.specs import MAX_SIZE, shapes_and_dtypes
 from dcpc.buckets.yaml_lines import path_of
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "Sizes",
     "ones_of",
     "path_of",
+    "shapes_and_dtypes",
 ]

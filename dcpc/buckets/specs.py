@@ -172,3 +172,10 @@ def _constant(text: str, dim: str) -> int:
             "in it; rewrite this dim"
         )
     return int(text)
+
+
+def shapes_and_dtypes(
+    inputs: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
+    """Returns the shapes and the dtypes of inputs by name, as `Buckets.match` takes them."""
+    return {n: tuple(x.shape) for n, x in inputs.items()}, {n: x.dtype for n, x in inputs.items()}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcpc.buckets import BATCH, Bucket, Buckets
+from dcpc.buckets import BATCH, Bucket, Buckets, shapes_and_dtypes
 from dcpc.codegen import ROWS_GROUP, Variant, bind_group, take_part
 from dcpc.codegen.lower.output_pieces import OutputPiece, output_place
 from dcpc.compiled.lengths import TraceLengths
@@ -187,7 +187,7 @@ class Dispatch:
                     "gradients are made for the model's parameters alone; detach it, or declare it "
                     f"as one that learns: {name}: '{spec or 'float32[...]'} requires_grad'"
                 )
-        bucket, sizes = self._buckets.match(*_shapes_and_dtypes(inputs), self.lengths.runs_at)
+        bucket, sizes = self._buckets.match(*shapes_and_dtypes(inputs), self.lengths.runs_at)
         own = {n: size for n, size in sizes.items() if n != BATCH}
         self.lengths.refuse(bucket, own, "call")
         self.lengths.refuse_compiled_anew(bucket, own)
@@ -206,7 +206,7 @@ class Dispatch:
                 f"{', '.join(map(str, self._planned.by_bucket))}; take steps of a loader of this "
                 "compiled model"
             )
-        sizes = self._buckets.lengths(*_shapes_and_dtypes(inputs))
+        sizes = self._buckets.lengths(*shapes_and_dtypes(inputs))
         own = {n: size for n, size in sizes.items() if n != BATCH}
         if own == dict(mb.bucket.shape_key):
             return self.match(inputs)[1]
@@ -456,9 +456,3 @@ class Dispatch:
         """Returns how a micro-batch is run: as planned, but for steps of recompute chosen since."""
         planned = self.menu_steps.get((mb.bucket, mb.sp, mb.micro_batch), mb.menu_step)
         return Setting(mb.sp, mb.micro_batch, planned)
-
-
-def _shapes_and_dtypes(
-    inputs: Mapping[str, Tensor],
-) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
-    return {n: tuple(x.shape) for n, x in inputs.items()}, {n: x.dtype for n, x in inputs.items()}

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from dcpc.buckets import BATCH, Bucket, Buckets
+from dcpc.buckets import BATCH, Buckets, shapes_and_dtypes
 from dcpc.compiled.editions import Edition, Editions
 from dcpc.errors import DispatchError
 from dcpc.runtime.data.samples import check_fills
@@ -72,12 +72,6 @@ def in_eval(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _matched(buckets: Buckets, inputs: Mapping[str, Tensor]) -> tuple[Bucket, dict[str, int]]:
-    """Returns the smallest bucket that holds a batch, and the length of every dim."""
-    shapes = {name: tuple(x.shape) for name, x in inputs.items()}
-    return buckets.match(shapes, {name: x.dtype for name, x in inputs.items()})
-
-
 def filled_up(
     edition: Edition, inputs: dict[str, Tensor], pad: Mapping[str, int | float]
 ) -> dict[str, Tensor]:
@@ -94,7 +88,7 @@ def filled_up(
         DispatchError: an input has no value in `pad`, or padding changes the loss.
     """
     buckets = edition.buckets
-    bucket, sizes = _matched(buckets, inputs)
+    bucket, sizes = buckets.match(*shapes_and_dtypes(inputs))
     longer = [name for name, size in bucket.shape_key if sizes[name] < size]
     if not longer:
         return inputs
@@ -128,7 +122,7 @@ def length_edition(editions: Editions, base: Edition, inputs: Mapping[str, Tenso
         base: of the mode that it is in.
         inputs: by name.
     """
-    bucket, sizes = _matched(base.buckets, inputs)
+    bucket, sizes = base.buckets.match(*shapes_and_dtypes(inputs))
     if all(sizes[name] == size for name, size in bucket.shape_key):
         return base
     return editions.at(base, sizes, bucket)

@@ -1,6 +1,8 @@
 """A compiled model against the plain one: loss and every gradient, on several ranks."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,11 +20,13 @@ from dcpc.verify import reference
 
 __all__ = [
     "SPLITTING",
+    "SplitJob",
     "SplitModel",
     "compiled_error",
     "gradient_error",
     "loss_error",
     "plain",
+    "split_errors",
     "wrong",
 ]
 
@@ -58,6 +62,39 @@ def compiled_error(
     (got * share).backward()
     compiled.reduce_gradients()
     return max(loss_error(got, loss), gradient_error(model, gradients))
+
+
+@dataclass(frozen=True)
+class SplitJob:
+    """A model split over ranks, and what it is called with: for `run_prepared`.
+
+    Attributes:
+        name: name of the model and of the way in which it is split.
+        split: the model.
+        points: sizes and inputs.
+        recomputes: settings of recompute.
+    """
+
+    name: str
+    split: SplitModel
+    points: list[tuple[Mapping[str, int], Mapping[str, Tensor]]]
+    recomputes: Sequence[str] = ("none", "all")
+
+    @classmethod
+    def ready(cls, *given: Any) -> "SplitJob":
+        """Returns the job with the variants of all ranks made."""
+        job = cls(*given)
+        for (sizes, _), recompute in product(job.points, job.recomputes):
+            job.split.ready(sizes, recompute)
+        return job
+
+
+def split_errors(rank: int, jobs: Sequence[SplitJob]) -> dict[str, float]:
+    """Largest error of each job at each of its points, by a text that says which."""
+    found = {}
+    for job in jobs:
+        found |= job.split.errors(job.name, job.points, job.recomputes)
+    return found
 
 
 def wrong(found: Sequence[Mapping[str, float]], limit: float) -> dict[str, float]:

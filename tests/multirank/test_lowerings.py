@@ -1,18 +1,14 @@
 """Unmodified models with every way to split attention forced: the plain model's numbers."""
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
-from torch import Tensor
 
 import dcpc
 from dcpc.passes.sharding.attention_ways import LOWERINGS, attentions, lowering_of
 from tests.cases import language_models
-from tests.cases.exactness import SplitModel, wrong
+from tests.cases.exactness import SplitJob, SplitModel, split_errors, wrong
 from tests.cases.launch import run_prepared
 from tests.cases.small_models import CASES, sizes
 
@@ -21,41 +17,9 @@ pytestmark = pytest.mark.multirank
 LENGTHS = (1, 2, 3, 5, 16, 37)
 
 
-@dataclass(frozen=True)
-class Job:
-    """A model split over ranks, and what it is called with.
-
-    Attributes:
-        name: of the model and the way to split its attention.
-        split: the model.
-        points: sizes, inputs.
-        recomputes: settings of recompute.
-    """
-
-    name: str
-    split: SplitModel
-    points: list[tuple[Mapping[str, int], Mapping[str, Tensor]]]
-    recomputes: Sequence[str] = ("none",)
-
-    @classmethod
-    def ready(cls, *given: Any) -> "Job":
-        """Returns the job with the variants of all ranks made."""
-        job = cls(*given)
-        for (point, _), recompute in product(job.points, job.recomputes):
-            job.split.ready(point, recompute)
-        return job
-
-
-def on_rank(rank: int, jobs: Sequence[Job]) -> dict[str, float]:
-    found = {}
-    for job in jobs:
-        found |= job.split.errors(job.name, job.points, job.recomputes)
-    return found
-
-
 def language_jobs(
     names: Sequence[str], sp: int, lengths: Sequence[int], recomputes: Sequence[str]
-) -> list[Job]:
+) -> list[SplitJob]:
     warnings.simplefilter("ignore")
     jobs = []
     for name in names:
@@ -70,25 +34,25 @@ def language_jobs(
             assert got == {lowering}, (name, lowering, got)
             assert bool(split.placement.zigzag) == (name != "bert" and lowering != "heads")
             points = [(s, language_models.data(name, s)) for s in sizes]
-            jobs.append(Job.ready(f"{name} {lowering}", split, points, recomputes))
+            jobs.append(SplitJob.ready(f"{name} {lowering}", split, points, recomputes))
     return jobs
 
 
 @pytest.mark.slow
 def test_grouped_heads_on_more_ranks_than_key_heads_by_every_lowering():
     given = ("gpt_grouped",), 4, (3, 37), ("none",)
-    assert wrong(run_prepared(language_jobs, on_rank, 4, *given, timeout_s=300), 1e-10) == {}
+    assert wrong(run_prepared(language_jobs, split_errors, 4, *given, timeout_s=300), 1e-10) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sp", [2, 4])
 def test_all_language_models_by_every_lowering(sp):
     given = language_models.NAMES, sp, LENGTHS, ("none", "all")
-    found = run_prepared(language_jobs, on_rank, sp, *given, timeout_s=1500)
+    found = run_prepared(language_jobs, split_errors, sp, *given, timeout_s=1500)
     assert wrong(found, 1e-10) == {}
 
 
-def small_jobs(names: Sequence[str], sp: int) -> list[Job]:
+def small_jobs(names: Sequence[str], sp: int) -> list[SplitJob]:
     warnings.simplefilter("ignore")
     jobs = []
     for name in names:
@@ -104,13 +68,13 @@ def small_jobs(names: Sequence[str], sp: int) -> list[Job]:
         for lowering in sorted(kinds & set(LOWERINGS)):
             split = free.of("eager", sp, lowering)
             data = [(p, case.data(p)) for p in points]
-            jobs.append(Job.ready(f"{name} {lowering}", split, data))
+            jobs.append(SplitJob.ready(f"{name} {lowering}", split, data))
     return jobs
 
 
 def test_attention_of_two_lengths_and_of_any_layout_by_every_lowering():
     names = ("CrossAttention", "LyingAttention")
-    found = run_prepared(small_jobs, on_rank, 2, names, 2, timeout_s=300)
+    found = run_prepared(small_jobs, split_errors, 2, names, 2, timeout_s=300)
     assert wrong(found, 1e-10) == {}
 
 
@@ -118,5 +82,5 @@ def test_attention_of_two_lengths_and_of_any_layout_by_every_lowering():
 @pytest.mark.parametrize("sp", [3, 4])
 def test_all_small_models_by_every_lowering(sp):
     names = tuple(CASES)
-    found = run_prepared(small_jobs, on_rank, sp, names, sp, timeout_s=1500)
+    found = run_prepared(small_jobs, split_errors, sp, names, sp, timeout_s=1500)
     assert wrong(found, 1e-10) == {}

@@ -2,12 +2,18 @@
 
 import warnings
 from collections.abc import Sequence
-from itertools import product
 
 import pytest
 
 import dcpc
-from tests.cases.exactness import SPLITTING, SplitModel, compiled_error, wrong
+from tests.cases.exactness import (
+    SPLITTING,
+    SplitJob,
+    SplitModel,
+    compiled_error,
+    split_errors,
+    wrong,
+)
 from tests.cases.launch import run_prepared
 from tests.cases.ready import Ready
 from tests.cases.small_models import CASES, TELLING, sizes
@@ -15,7 +21,7 @@ from tests.cases.small_models import CASES, TELLING, sizes
 pytestmark = pytest.mark.multirank
 
 
-def split_models(names: Sequence[str], sp: int) -> list[tuple[str, SplitModel]]:
+def split_jobs(names: Sequence[str], sp: int) -> list[SplitJob]:
     warnings.simplefilter("ignore")  # replicated ops say so
     found = []
     for name in names:
@@ -23,16 +29,7 @@ def split_models(names: Sequence[str], sp: int) -> list[tuple[str, SplitModel]]:
         buckets = dcpc.Buckets(inputs=case.inputs, sizes=points)
         split = SplitModel(case.model(), buckets, {**points[1], "batch": 1}, "eager", sp)
         assert split.split_values >= 3, name
-        for point, recompute in product(points, ("none", "all")):
-            split.ready(point, recompute)
-        found.append((name, split))
-    return found
-
-
-def split_errors(rank: int, models: list[tuple[str, SplitModel]]) -> dict[str, float]:
-    found = {}
-    for name, split in models:
-        found |= split.errors(name, [(p, CASES[name].data(p)) for p in sizes(name)])
+        found.append(SplitJob.ready(name, split, [(p, case.data(p)) for p in points]))
     return found
 
 
@@ -63,14 +60,14 @@ def errors(rank: int, models: list[tuple[str, Ready]]) -> dict[str, float]:
 
 
 def test_small_models_split_over_two_ranks_equal_the_plain_ones():
-    found = run_prepared(split_models, split_errors, 2, TELLING, 2, timeout_s=280)
+    found = run_prepared(split_jobs, split_errors, 2, TELLING, 2, timeout_s=280)
     assert not wrong(found, 1e-10)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_all_small_models_split_equal_the_plain_ones():
-    found = run_prepared(split_models, split_errors, 4, sorted(CASES), 4, timeout_s=1100)
+    found = run_prepared(split_jobs, split_errors, 4, sorted(CASES), 4, timeout_s=1100)
     assert not wrong(found, 1e-10)
 
 

@@ -108,9 +108,11 @@ class ModelRuns:
             made = edition.planned.loss
             return made.restored(found) if isinstance(made, WithOutputs) else found[0]
 
-    def _edition(self, kind: str) -> tuple[Edition, DcpcError | None]:
+    def _edition(self, kind: str, in_step: bool = False) -> tuple[Edition, DcpcError | None]:
         """Returns what runs the model as it is, with this kind of outputs, and why it cannot."""
         edition, problem = self.core.editions.now()
+        if in_step:
+            problem = problem or self._step_problem(edition)
         if kind and problem is None:
             return self.core.editions.with_outputs(edition, kind)
         return edition, problem
@@ -167,7 +169,7 @@ class ModelRuns:
             core.agreed.of_step(None)  # its turn is over on this rank, too
             agree(core.groups, core.groups.world, "step", "", refused)
         core.refuse_unmade("a train step")
-        edition, problem = self._step_edition(output_kind("train_step", outputs))
+        edition, problem = self._edition(output_kind("train_step", outputs), in_step=True)
         state, every = core.agreed.of_step(problem), core.learned.learns
         if isinstance(edition.planned.loss, WithOutputs):
             state = replace(state, text=f"{state.text}, outputs of {edition.text}")
@@ -189,21 +191,17 @@ class ModelRuns:
         self._stepped(step, result)
         return result
 
-    def _step_edition(self, kind: str) -> tuple[Edition, DcpcError | None]:
-        """Returns what runs a step, and why this rank's model as it is now cannot; None: it can."""
-        edition, problem = self.core.editions.now()
+    def _step_problem(self, edition: Edition) -> DcpcError | None:
+        """Returns why this rank's model as it is now cannot train with an edition; None: it can."""
         if edition.dispatch is not self.core.dispatch:
             first = self.core.editions.first.modes
-            problem = problem or DispatchError(
+            return DispatchError(
                 f"train_step: got the model in {edition.modes}; expected {first}, in which it was "
                 "compiled: steps are planned for the graphs of that mode, and those of this one "
                 "are others; call compiled.train() before a step, or compile the model in the mode "
                 "in which it is trained"
             )
-        problem = problem or self.core.store.follow(self.core.model.parameters())
-        if kind and problem is None:
-            return self.core.editions.with_outputs(edition, kind)
-        return edition, problem
+        return self.core.store.follow(self.core.model.parameters())
 
     def _stepped(self, step: Step, result: StepResult) -> None:
         """Takes down what came of a step, and tells the loggers."""

@@ -81,8 +81,9 @@ class StageStore(ParameterStore):
         trains = False
         for name, p in model.named_parameters(prefix, True, remove_duplicate):
             if not p.is_meta:
-                yield name, self.shard(p)
-                trains = trains or self.shard(p).requires_grad
+                own = self.shard(p)
+                yield name, own
+                trains = trains or own.requires_grad
         if not trains:
             yield self._untrained
 
