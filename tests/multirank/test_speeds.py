@@ -6,7 +6,7 @@ import pytest
 
 import dcpc
 from dcpc.runtime.planner.speeds import slowness
-from dcpc.runtime.step import step as steps
+from dcpc.runtime.step import on_group
 from tests.cases.exactness import SPLITTING
 from tests.cases.launch import run_ranks
 from tests.cases.ragged import Ragged, gpt
@@ -33,7 +33,7 @@ class PlannedClock:
 
 def train(rank: int, speeds: object) -> dict[str, object]:
     warnings.simplefilter("ignore")
-    steps.Clock, PlannedClock.speed = PlannedClock, 0.4 if rank == 1 else 1.0
+    on_group.Clock, PlannedClock.speed = PlannedClock, 0.4 if rank == 1 else 1.0
     model = gpt()
     buckets = dcpc.Buckets(dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]"), SIZES)
     compiled = dcpc.compile(
