@@ -15,7 +15,7 @@ FIND_PYTHON = for p in $(PYTHON) python3.11 python3 python3.12 python3.13; do \
 # Each process of the tests imports torch and dcpc: compiled once, not every time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-video installed test smoke test-exact test-slow test-processors zoo gpu gpu-stub fuzz lint docs clean
+.PHONY: help demo demo-video installed test smoke test-exact test-slow test-processors zoo gpu gpu-stub fuzz lint docs release clean
 .DEFAULT_GOAL := help
 
 help:  ## prints this
@@ -67,7 +67,7 @@ gpu-stub: $(STAMP)  ## code for a GPU without one: TORCH=2.14.1, or GPU_STUB_PYT
 test-slow: $(STAMP)  ## everything that is slow: hours
 	$(PY) -m pytest -m slow
 
-# The folders whose figures hang on kernels of the processor, as far as settings have this one play
+# The folders whose figures depend on kernels of the processor, as far as settings have this one play
 # others. torch fails in half precision with ATEN_CPU_CAPABILITY=avx2 alone where there is AMX.
 PROCESSORS := ONEDNN_MAX_CPU_ISA=AVX2,ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX512_CORE \
 	MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 OMP_NUM_THREADS=4
@@ -90,6 +90,10 @@ lint: $(STAMP)  ## ruff and mypy alone
 docs: $(STAMP)  ## the documents as a site in build/site
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "open build/site/index.html; with search: $(PY) -m http.server -d build/site"
+
+# A wheel of the commit that is checked out, tried in a venv of its own; publishes nothing.
+release: $(STAMP)  ## builds and tries the wheel of this version
+	.ci/release $(PY)
 
 installed: $(STAMP)  ## the venv alone, as each target makes it
 

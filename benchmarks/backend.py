@@ -270,7 +270,7 @@ def _seconds(
                 except Exception as failure:
                     if name == "dcpc":
                         raise
-                    # Which graph a shape meets hangs on which it met last: a call may fail later.
+                    # Which graph a shape meets depends on which it met last: a call may fail later.
                     raise _BaselineError(failure) from failure
                 took[name].append(time.thread_time() - start_s)
         for name, each in took.items():

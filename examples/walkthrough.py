@@ -145,7 +145,7 @@ def page() -> str:
         long=f"`{long}`",
         placement=placement_text(planned.placement(long)),
         forward=planned.source(long).split("\n\ndef backward")[0].strip(),
-        report=planned.report().strip(),
+        report=planned.report(full=True).strip(),
         difference=difference(),
     )
 

@@ -1,6 +1,6 @@
 """Every kind of bad input is a `DcpcError` that says what it got, what it expected, what to do.
 
-The table is in tests/cases/bad_input/, and docs/errors.md is made from it.
+The table is in tests/cases/bad_input/, and docs/error_messages.md is made from it.
 """
 
 from pathlib import Path

@@ -90,6 +90,8 @@ def test_the_readmes_loop_trains(tmp_path):
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("tensor(") >= 2
+    assert "import models" not in code
+    assert "from models" not in code
 
 
 def test_the_readmes_report_is_what_its_model_gets():
@@ -98,7 +100,7 @@ def test_the_readmes_report_is_what_its_model_gets():
         r"`print\((dcpc\.api\.plan\(model, .*?\))\.report\(\)\)`", (ROOT / "README.md").read_text()
     )
     names: dict[str, object] = {}
-    exec(code.split("compiled =")[0] + "model = GPT(GPTConfig())\nplanned = " + plan, names)
+    exec(code.split("compiled =")[0] + "planned = " + plan, names)
     (shown,) = (b for b in blocks(ROOT / "README.md", "text") if b.startswith("plan per"))
     assert names["planned"].report().startswith(shown)
 

@@ -117,10 +117,13 @@ def report(
         typer.Option(min=1, help="ranks; planned for the first, others: what if"),
     ] = None,
     pipeline: Stages = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="formulas, ways to split attention")
+    ] = False,
     *,
     options: PlanOptions,
 ) -> None:
-    """Print the plan of each bucket, its costs as formulas of the dims, and why."""
+    """Print the plan of each bucket, its costs, and why."""
     memories: Sequence[str | None] = memory or [None]
     worlds = world or [1]
     if pipeline is not None:
@@ -148,7 +151,7 @@ def report(
         text += [needs_text(planned, _needs(planned, told[0]))]
         text += ["", "of the buckets that fit:", ""] if planned.plans else []
     if planned.plans:
-        text += [planned.report(), *crossing_lines(planned, crossings)]
+        text += [planned.report(full), *crossing_lines(planned, crossings)]
     text += ["", what_if_text(cases)] if cases else []
     typer.echo("\n".join(line.rstrip("\n") for line in text))
     for file in (html, png) if planned.misfits else ():

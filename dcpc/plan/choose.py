@@ -114,9 +114,9 @@ def _reason(chosen: TriedRow, rows: Sequence[TriedRow], memory_bytes: int, mode:
         reasons.append(f"recompute just enough for {_size(memory_bytes)}{counted}")
     larger = [r for r in rows if r.sp == chosen.sp and r.micro_batch > chosen.micro_batch]
     if any(not r.fits for r in larger):
-        reasons.append(f"micro-batch {min(r.micro_batch for r in larger)} does not fit or pay")
+        reasons.append("a larger micro-batch does not fit, or does not pay")
     elif larger:
-        reasons.append("a larger micro-batch gains under 5%")
+        reasons.append("a larger micro-batch is less than 5% faster")
     return "; ".join(reasons) or _beside(chosen, rows)
 
 
@@ -126,7 +126,7 @@ def _beside(chosen: TriedRow, rows: Sequence[TriedRow]) -> str:
     smaller = any(r.sp == chosen.sp and r.micro_batch < chosen.micro_batch for r in others)
     reasons = ["the largest micro-batch tried"] * smaller
     if any(r.sp > chosen.sp for r in others):
-        reasons.append("a larger sp saves under 5%")
+        reasons.append("a larger sp saves less than 5%")
     only = "the only setting tried" if len(rows) == 1 else "the only setting that fits"
     return "; ".join(reasons) or only
 
@@ -192,18 +192,13 @@ def stretches(plans: Sequence[BucketPlan]) -> list[Stretch]:
     return [tuple(stretch) for stretch in found]
 
 
-def crossover_lines(plans: Sequence[BucketPlan]) -> list[str]:
-    """Returns a line for each stretch of equal settings by rising length, and where sp changes."""
-    if not plans:
-        return []
-    merged = stretches(plans)
-    lines = ["choices by rising length, neighbours with the same one merged"]
-    lines += [f"  {lengths_text(s)}: {choice_text(s[0])}" for s in merged]
+def crossover_text(plans: Sequence[BucketPlan]) -> str:
+    """Returns a line that says between which neighbours by length the degree changes."""
     changes = [
         f"sp {a.sp} -> {b.sp} between {a.bucket} and {b.bucket}" for a, b in degree_changes(plans)
     ]
     text = "; ".join(changes) or f"none, sp {plans[0].sp} throughout"
-    return [*lines, f"crossover lengths of the degree: {text}"]
+    return f"crossover lengths of the degree: {text}"
 
 
 def degree_changes(plans: Sequence[BucketPlan]) -> list[tuple[BucketPlan, BucketPlan]]:

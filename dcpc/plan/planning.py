@@ -16,7 +16,7 @@ from dcpc.errors import BucketError, PlanError
 from dcpc.fx.garbage import without_collection
 from dcpc.ir import BucketPlan, Placement, Profile, Program
 from dcpc.ir.thresholds import DOUBLING_GAIN, PLACEMENT_LOSS, WIDER_GROUP_GAIN
-from dcpc.plan.choose import TriedRow, choose, crossover_lines, least_recompute
+from dcpc.plan.choose import TriedRow, choose, crossover_text, least_recompute
 from dcpc.plan.notes.attention import attention_lines
 from dcpc.plan.notes.gathers import gather_lines
 from dcpc.plan.notes.kernels import kernel_lines
@@ -30,6 +30,7 @@ from dcpc.symbolic_profile import (
     OptimizerMemory,
     ReportRow,
     bytes_text,
+    render_formulas,
     render_report,
 )
 from dcpc.trace.loss import Loss
@@ -42,6 +43,7 @@ LOSS_GRADIENT_BYTES = 8
 # small budget at least two segments must stay free.
 AMPLE = 0.8
 IDLE_BYTES = 2 * LARGE_SEGMENT_BYTES
+MORE_NOTE = "formulas and ways to split attention: report(full=True), dcpc report --full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +119,10 @@ class Planned:
         rows = []
         for bucket, plan in self.plans.items():
             sizes = {**bucket.sizes, BATCH: plan.micro_batch}
-            local = self.study(bucket).local_sizes(sizes)
-            rows.append(ReportRow(plan, self.profile(bucket), local))
+            study = self.study(bucket)
+            most_bytes = study.predict(0, sizes).saved_bytes
+            local = study.local_sizes(sizes)
+            rows.append(ReportRow(plan, self.profile(bucket), local, most_bytes))
         return tuple(rows)
 
     @property
@@ -187,12 +191,11 @@ class Planned:
         """Program of the one trace that all buckets share."""
         return self.runnable.traced.program
 
-    def report(self) -> str:
-        """Returns the report: each bucket's plan with its reason, and costs as formulas."""
-        changes = crossover_lines(list(self.plans.values()))
+    def report(self, full: bool = False) -> str:
+        """Returns each bucket's plan with its reason; `full`: formulas and attention as well."""
         text = render_report(self.report_rows)
         text += (
-            f"\na rank keeps {bytes_text(self.request.resident_bytes)} besides each peak: "
+            f"a rank keeps {bytes_text(self.request.resident_bytes)} besides each peak: "
             f"parameters ({self.request.parameters}), buffers, their gradients, the optimizer's "
             "state\n"
         )
@@ -204,9 +207,11 @@ class Planned:
                 f"({bytes_text(each_bytes)} each, as an H100 had); memory= in bytes is without "
                 "them\n"
             )
-        text += "".join(f"\n{line}" for line in changes) + "\n"
-        text += "".join(f"\n{line}" for line in self.attention) + "\n" * bool(self.attention)
-        return text + "".join(f"\n{note}" for note in self.notes) + "\n" * bool(self.notes)
+        text += render_formulas(self.report_rows) + "\n" if full else ""
+        changes = [crossover_text(list(self.plans.values()))]
+        below = [changes, self.attention if full else [], self.notes]
+        text += "\n".join("".join(f"{line}\n" for line in lines) for lines in below if lines)
+        return text if full else f"{text}{MORE_NOTE}\n"
 
     @property
     def attention(self) -> list[str]:

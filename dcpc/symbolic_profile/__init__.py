@@ -12,11 +12,14 @@ from dcpc.symbolic_profile.memory.sizes import bytes_of
 from dcpc.symbolic_profile.ops.onednn import halves
 from dcpc.symbolic_profile.profile import Costs, Ledger, profile_partition, with_constants, work_of
 from dcpc.symbolic_profile.report import (
+    COLUMNS,
     ReportRow,
     as_text,
     bytes_text,
+    cells_of,
     dominating_term,
     formula,
+    render_formulas,
     render_report,
     seconds_text,
     variant_formulas,
@@ -39,6 +42,7 @@ from dcpc.symbolic_profile.seconds.hardware import (
 )
 
 __all__ = [
+    "COLUMNS",
     "DEVICES",
     "LARGE_SEGMENT_BYTES",
     "CalibratedPoint",
@@ -63,6 +67,7 @@ __all__ = [
     "bytes_text",
     "calibrate_cpu",
     "calibrated",
+    "cells_of",
     "detect",
     "dominating_term",
     "evaluator",
@@ -71,6 +76,7 @@ __all__ = [
     "halves",
     "machine",
     "profile_partition",
+    "render_formulas",
     "render_report",
     "rounded",
     "seconds_text",

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import sympy
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, JustifyMethod, RenderableType
 from rich.table import Table
 
 from dcpc.ir import BucketPlan, Profile
 from dcpc.symbolic_profile.evaluate import evaluator
 from dcpc.symbolic_profile.polynomials import monomials, values_of
 
+RECOMPUTE_NOTE = "recompute: bytes that backward makes again, of those forward would keep at most"
+COLUMNS = ("bucket", "sp", "micro-batch", "recompute", "saved", "peak", "TFLOP", "time")
 SHORT = 16  # characters of a bucket's name that leave the other columns their room
 _SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
@@ -28,11 +30,23 @@ class ReportRow:
         profile: costs of the variant's partition.
         dims: symbol name -> size for every symbol of the profile, `batch` and local lengths
             included, at a full micro-batch.
+        most_saved_bytes: bytes that forward would keep for backward if nothing were recomputed.
     """
 
     plan: BucketPlan
     profile: Profile
     dims: Mapping[str, int]
+    most_saved_bytes: int
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that forward keeps for backward."""
+        return int(evaluator(self.profile).saved_bytes(self.dims))
+
+    @property
+    def reasons(self) -> list[str]:
+        """The reasons of the plan, one by one."""
+        return self.plan.reason.split("; ")
 
 
 def as_text(*items: RenderableType, width: int = 120) -> str:
@@ -45,18 +59,38 @@ def as_text(*items: RenderableType, width: int = 120) -> str:
 
 
 def render_report(rows: Sequence[ReportRow]) -> str:
-    """Returns the report: a table of the rows, then each distinct profile's formulas.
+    """Returns the table of the report: a line for each row, and below it the reasons by number.
 
     Args:
         rows: one for each bucket, in the order to show.
     """
     longest = max((len(str(row.plan.bucket)) for row in rows), default=0)
     width = 120 + max(0, longest - SHORT)
-    variants = [
-        "\n".join(["", title, *(f"  {line}" for line in formulas)])
-        for title, formulas in variant_formulas(rows)
-    ]
-    return as_text(_table(rows), *variants, width=width)
+    reasons = list(dict.fromkeys(part for row in rows for part in row.reasons))
+    lines = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
+    return as_text(_table(rows, reasons), *lines, RECOMPUTE_NOTE, width=width)
+
+
+def render_formulas(rows: Sequence[ReportRow]) -> str:
+    """Returns the formulas of each distinct profile of these rows, below a title."""
+    found = variant_formulas(rows)
+    return "".join("\n  ".join([f"\n{title}", *formulas]) + "\n" for title, formulas in found)
+
+
+def cells_of(row: ReportRow) -> tuple[str, ...]:
+    """Returns the texts of `COLUMNS`; recompute is a share of the most saved bytes, and bytes."""
+    plan, again_bytes = row.plan, max(0, row.most_saved_bytes - row.saved_bytes)
+    share = f"{again_bytes / max(1, row.most_saved_bytes):.0%}"
+    return (
+        str(plan.bucket),
+        str(plan.sp),
+        str(plan.micro_batch),
+        f"{share} ({bytes_text(again_bytes)})" if again_bytes else share,
+        bytes_text(row.saved_bytes),
+        bytes_text(plan.peak_bytes),  # of a GPU whole blocks, as what fits is decided by
+        f"{evaluator(row.profile).flops(row.dims) / 1e12:,.4g}",
+        seconds_text(plan.seconds_s),
+    )
 
 
 def variant_formulas(rows: Sequence[ReportRow]) -> list[tuple[str, list[str]]]:
@@ -68,13 +102,12 @@ def variant_formulas(rows: Sequence[ReportRow]) -> list[tuple[str, list[str]]]:
     seen: dict[Profile, list[ReportRow]] = {}
     for row in rows:
         seen.setdefault(row.profile, []).append(row)
-    return [
-        (
-            f"variant {number}: sp {mine[0].plan.sp}, {_recompute(mine[0].plan)}",
-            _formulas(profile, mine),
-        )
-        for number, (profile, mine) in enumerate(seen.items(), 1)
-    ]
+    found = []
+    for number, (profile, mine) in enumerate(seen.items(), 1):
+        sp, step, most = mine[0].plan.sp, mine[0].plan.menu_step, mine[0].plan.steps
+        title = f"variant {number}: sp {sp}, {step} of {most} steps of recompute"
+        found.append((title, _formulas(profile, mine)))
+    return found
 
 
 def formula(size: sympy.Expr) -> str:
@@ -91,15 +124,7 @@ def formula(size: sympy.Expr) -> str:
 
 
 def dominating_term(size: sympy.Expr, dims: Mapping[str, int]) -> tuple[str, float]:
-    """Returns the largest term of a size at these dims, and its share of the whole.
-
-    Args:
-        size: a sum of monomials.
-        dims: symbol name -> size.
-
-    Returns:
-        The term as `formula` writes it, and a fraction; ("0", 0.0) for a size of nothing.
-    """
+    """Returns the largest term of a sum of monomials at these dims, and its share of the whole."""
     values = [(m * c, _at(m * c, dims)) for m, c in monomials(size)]
     if not values:
         return "0", 0.0
@@ -117,36 +142,22 @@ def bytes_text(size_bytes: float) -> str:
 
 
 def seconds_text(seconds_s: float) -> str:
-    """Returns seconds with a unit: `1.23 s`, `4.5 ms`, `67 us`."""
+    """Returns seconds with a unit: `1.23 s`, `4.5 ms`, `67 µs`."""
     if seconds_s >= 1:
         return f"{seconds_s:.2f} s"
-    return f"{seconds_s * 1e3:.1f} ms" if seconds_s >= 1e-3 else f"{seconds_s * 1e6:.0f} us"
+    return f"{seconds_s * 1e3:.1f} ms" if seconds_s >= 1e-3 else f"{seconds_s * 1e6:.0f} µs"
 
 
-def _table(rows: Sequence[ReportRow]) -> Table:
+def _table(rows: Sequence[ReportRow], reasons: Sequence[str]) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, title="plan per shape bucket, one rank", title_justify="left"
     )
-    table.add_column("bucket", no_wrap=True)
-    for heading in ("sp", "micro-batch", "recompute", "peak", "saved", "TFLOP", "time"):
-        table.add_column(heading, justify="right", no_wrap=heading != "micro-batch")
-    table.add_column("dominating term of the peak")
-    table.add_column("why")
+    for heading in (*COLUMNS, "why"):
+        justify: JustifyMethod = "left" if heading in {"bucket", "why"} else "right"
+        table.add_column(heading, justify=justify, no_wrap=True)
     for row in rows:
-        at = evaluator(row.profile)
-        term, share = dominating_term(at.peak_point(row.dims)[1], row.dims)
-        table.add_row(
-            str(row.plan.bucket),
-            str(row.plan.sp),
-            str(row.plan.micro_batch),
-            f"{row.plan.menu_step}/{row.plan.steps}",
-            bytes_text(row.plan.peak_bytes),  # of a GPU whole blocks, as what fits is decided by
-            bytes_text(at.saved_bytes(row.dims)),
-            f"{at.flops(row.dims) / 1e12:.3g}",
-            seconds_text(row.plan.seconds_s),
-            f"{term} ({share:.0%})",
-            row.plan.reason,
-        )
+        why = " ".join(f"[{reasons.index(part) + 1}]" for part in row.reasons)
+        table.add_row(*cells_of(row), why)
     return table
 
 
@@ -162,8 +173,9 @@ def _formulas(profile: Profile, rows: Sequence[ReportRow]) -> list[str]:
     buckets: dict[str, list[str]] = {}
     for row in rows:
         node, size = at.peak_point(row.dims)
+        term, share = dominating_term(size, row.dims)
         binding[node] = size
-        buckets.setdefault(node, []).append(str(row.plan.bucket))
+        buckets.setdefault(node, []).append(f"{row.plan.bucket} ({share:.0%} is {term})")
     for node, size in binding.items():
         lines.append(f"peak bytes = {formula(size)}")
         lines.append(f"    at {node}, in {', '.join(buckets[node])}")
@@ -173,12 +185,6 @@ def _formulas(profile: Profile, rows: Sequence[ReportRow]) -> list[str]:
     if profile.unpriced:
         lines.append(f"ops without a cost: {', '.join(profile.unpriced)}")
     return lines
-
-
-def _recompute(plan: BucketPlan) -> str:
-    if plan.menu_step == 0:
-        return "nothing recomputed"
-    return f"{plan.menu_step} of {plan.steps} steps of recompute"
 
 
 def _degree(monomial: sympy.Expr) -> int:

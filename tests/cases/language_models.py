@@ -29,8 +29,8 @@ def model(name: str, layers: int = 1) -> nn.Module:
 def in_float64() -> None:
     """Lets Llama's norms and every loss compute in float64 for the rest of this process.
 
-    transformers casts them to float32, whose rounding hangs on how rows lie in memory: a rank that
-    has a whole sample, and a shape of its own, is off by 1e-7, which is no fault of a split.
+    transformers casts them to float32, whose rounding depends on how rows lie in memory: a rank
+    that has a whole sample, and a shape of its own, is off by 1e-7, which is no fault of a split.
     """
     Tensor.float = Tensor.double
 

@@ -63,7 +63,8 @@ def test_plan_lists_every_degree_and_what_fits(folder):
 
 
 def test_report_with_forced_values(folder):
-    result = run("report", "--device", "h200", "--world", "2", "--sp", "2", "--recompute", "all")
+    options = ("--world", "2", "--sp", "2", "--recompute", "all", "--full")
+    result = run("report", "--device", "h200", *options)
     assert result.exit_code == 0, result.output
     assert "sp 2" in result.stdout
     assert re.search(r"sp 2, (\d+) of \1 steps of recompute", result.stdout)
@@ -74,7 +75,7 @@ def test_report_as_a_page_with_what_ifs(folder):
     options = ("--memory", "90e6", "--memory", "60e6", "--world", "4", "--html", "out/page.html")
     result = run("report", "--device", "h200", "--png", "out/page.png", *options)
     assert result.exit_code == 0, result.output
-    assert "choices by rising length" in result.stdout
+    assert "crossover lengths of the degree" in result.stdout
     assert "60.0 MB on 4 ranks" in result.stdout
     assert re.search(r"sp 1 up to \{batch: 1, seq: \d+\}", result.stdout) is None  # batches differ
     page = (folder / "out" / "page.html").read_text()
@@ -167,7 +168,7 @@ def test_calibration_with_what_ifs_of_other_ranks_is_refused(folder):
 
 def test_autocast_halves_what_is_saved(folder):
     def saved(*options):
-        result = run("report", "--device", "h200", "--memory", "1e9", *options)
+        result = run("report", "--device", "h200", "--memory", "1e9", "--full", *options)
         assert result.exit_code == 0, result.output
         return int(re.search(r"saved bytes = (\d+)·batch·seq", result.stdout)[1])
 

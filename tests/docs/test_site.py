@@ -1,10 +1,12 @@
 """The documents as a site: it builds, no link is dead, and it is read without a network."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from dcpc.plan.options import CompileOptions
 from tests.cases import browser as browsers
 from tests.cases.site import Page, build, dead_links, is_outside, pages
 
@@ -64,8 +66,12 @@ def test_pages_load_nothing_from_elsewhere(site):
 
 def test_reference_shows_options_and_examples(site):
     text = re.sub(r"<[^>]+>", "", (site / "reference.html").read_text())
-    for wanted in ("memory: bytes a rank may use", "dcpc.materialize(compiled)", "tokens_per_step"):
+    names = ("save", "load", "count_steps", "evaluate", "reduce_gradients", "TrainerMixin", "stats")
+    options = [field.name for field in fields(CompileOptions)]
+    assert len(options) > 20
+    for wanted in ("memory: bytes a rank may use", "dcpc.materialize(compiled)", *names):
         assert wanted in text
+    assert not [name for name in options if f"{name}: " not in text]
 
 
 @pytest.mark.timeout(1200)  # a second a page where the machine does something else, too

@@ -1,11 +1,32 @@
-"""The training script of docs/train.md: the same losses alone, on two ranks, and started again."""
+"""The training script of docs/train.md: the same losses alone, on two ranks, and started again.
 
+Beside it the same loop by DistributedDataParallel: its losses, and its lines.
+"""
+
+import ast
+import inspect
+import io
+import re
 import threading
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
 
 import pytest
 
-from examples import train_text
+import dcpc
+from dcpc.runtime.data.steps import Step
+from examples import train_text, train_text_ddp
 from tests.cases.launch import run_ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "from_ddp.md"
+NO_CODE = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}  # fmt: skip
 
 
 def train(rank, steps, folder=None):
@@ -37,3 +58,58 @@ def stopped(rank, steps, folder):
     for thread in [t for t in threading.enumerate() if t.name.startswith("dcpc save")]:
         thread.join()
     return losses
+
+
+def both(rank: int, steps: int, folder: str) -> tuple[list[float], list[float]]:
+    """Returns the losses of both scripts on the same samples a step, the last ones resumed."""
+    samples: list[list[int]] = []
+
+    class Recording(dcpc.DataLoader):
+        def __iter__(self) -> Iterator[Step]:
+            for step in super().__iter__():
+                samples.append([i for mb in step.plan.micro_batches for i in mb.sample_ids])
+                yield step
+
+    with mock.patch.object(dcpc, "DataLoader", Recording):
+        ours = train_text.main(steps)
+    with mock.patch.object(train_text_ddp, "epoch_steps", return_value=samples):
+        theirs = train_text_ddp.main(steps - 1, folder)
+        return ours, theirs[:5] + train_text_ddp.main(steps, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.multirank
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_loop_by_hand_has_the_same_losses(tmp_path, ranks):
+    for ours, theirs in run_ranks(both, ranks, 7, str(tmp_path)):
+        assert theirs == pytest.approx(ours, rel=1e-5)
+
+
+def code_lines(module: ModuleType) -> Counter[str]:
+    """Returns the lines of code of each function and class of a module; "" has all others."""
+    source = inspect.getsource(module)
+    tree = ast.parse(source)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    lines = {n for t in tokens if t.type not in NO_CODE for n in range(t.start[0], t.end[0] + 1)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node):
+            text = node.body[0]
+            lines -= {*range(text.lineno, (text.end_lineno or 0) + 1)}
+    found = Counter[str]()
+    for node in tree.body:
+        own = lines & {*range(node.lineno, (node.end_lineno or 0) + 1)}
+        found[getattr(node, "name", "")] += len(own)
+    return found
+
+
+def test_the_pages_count_the_lines_of_both_loops():
+    hand, ours = code_lines(train_text_ddp), code_lines(train_text)
+    mine = ours.total() - ours["model"] - ours["Paragraphs"]
+    cut = hand["epoch_steps"] + hand["micro_batches"] + hand["dealt"]
+    said = re.findall(r"^\| [a-z][^|]* \| (\d+) \| (\d+) \|$", PAGE.read_text(), re.M)
+    assert [(int(a), int(b)) for a, b in said] == [
+        (hand[""], ours[""]), (cut, 0), (hand["collated"], 0), (hand["main"], ours["main"]),
+        (hand.total(), mine),
+    ]  # fmt: skip
+    readme = (PAGE.parents[1] / "README.md").read_text()
+    assert f"has {hand.total()} lines by hand and {mine} with dcpc" in readme

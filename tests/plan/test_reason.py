@@ -19,10 +19,10 @@ def row(sp: int, batch: int, seconds_s: float, fits: bool = True) -> TriedRow:
             [row(1, 1, 1.0), row(1, 2, 1.5)],
             "the largest micro-batch tried",
         ),
-        ([row(1, 1, 1.0), row(2, 1, 0.6)], "a larger sp saves under 5%"),
+        ([row(1, 1, 1.0), row(2, 1, 0.6)], "a larger sp saves less than 5%"),
         (
             [row(1, n, 0.5 + 0.1 * n) for n in range(1, 7)] + [row(2, 1, 1.0)],
-            "the largest micro-batch tried; a larger sp saves under 5%",
+            "the largest micro-batch tried; a larger sp saves less than 5%",
         ),
     ],
 )

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import sympy
@@ -5,7 +6,14 @@ import sympy
 from dcpc.buckets import Bucket
 from dcpc.ir import BucketPlan
 from dcpc.symbolic_profile import ReportRow, evaluator, find, formula, profile_partition
-from dcpc.symbolic_profile.report import bytes_text, dominating_term, render_report, seconds_text
+from dcpc.symbolic_profile.report import (
+    bytes_text,
+    cells_of,
+    dominating_term,
+    render_formulas,
+    render_report,
+    seconds_text,
+)
 from tests.cases.joint_graphs import BATCH, SEQ, case
 
 
@@ -21,20 +29,37 @@ def row(model: str, seq: int) -> ReportRow:
         steps=2,
         seconds_s=at.seconds(dims, find("h200")),
         peak_bytes=at.peak_bytes(dims),
-        reason="largest that fits",
+        reason="sp 1 does not fit 40 GB; largest that fits",
     )
-    return ReportRow(plan, profile, dims)
+    return ReportRow(plan, profile, dims, 2 * int(at.saved_bytes(dims)))
 
 
-def test_report_has_table_and_formulas():
+def test_report_is_a_line_a_bucket_with_each_reason_once():
+    rows = [row("llama", 128), row("gpt", 4096)] * 7
+    rows[0] = replace(rows[0], plan=replace(rows[0].plan, reason="largest that fits"))
+    lines = render_report(rows).splitlines()
+    table = [line for line in lines if line.startswith("  {seq: ")]
+    assert len(table) == len(rows)
+    assert len(lines) < len(rows) + 10  # 15 buckets on one screen
+    assert [line.split("  ")[-1].strip() for line in table[:2]] == ["[1]", "[2] [1]"]
+    assert "[1] largest that fits" in lines
+    assert "[2] sp 1 does not fit 40 GB" in lines
+    assert max(map(len, lines)) <= 120
+
+
+def test_recompute_is_a_share_of_what_forward_keeps_at_most():
+    half = row("gpt", 128)
+    assert cells_of(half)[3] == f"50% ({bytes_text(half.saved_bytes)})"
+    assert cells_of(replace(half, most_saved_bytes=half.saved_bytes))[3] == "0%"
+
+
+def test_formulas_are_those_of_the_rows():
     first, second = row("llama", 128), row("gpt", 4096)
-    text = render_report([first, second])
-    assert "{seq: 128}" in text
-    assert "largest that" in text  # wrapped in its column
+    text = render_formulas([first, second])
     assert "saved bytes = 8·batch·seq² + 4796·batch·seq + 64·seq + 4" in text
     assert text.count("variant ") == 2
     assert "1 of 2 steps of recompute" in text
-    assert max(map(len, text.splitlines()[:12])) <= 120
+    assert re.search(r"in \{seq: 4096\} \(\d+% is \d+·batch·seq\)", text)
 
 
 def test_peak_is_the_one_that_the_plan_was_made_with():
@@ -46,8 +71,8 @@ def test_peak_is_the_one_that_the_plan_was_made_with():
 
 def test_report_prints_a_profile_once():
     first = row("gpt", 128)
-    second = ReportRow(first.plan, first.profile, {"batch": 4, "seq": 512})
-    assert render_report([first, second]).count("variant ") == 1
+    second = replace(first, dims={"batch": 4, "seq": 512})
+    assert render_formulas([first, second]).count("variant ") == 1
 
 
 def test_formula_reads_like_one():
@@ -67,4 +92,4 @@ def test_quantities_carry_their_unit():
     assert [bytes_text(b) for b in (12, 1234, 45.6e6, 1.2345e9)] == [
         "12 B", "1.23 kB", "45.6 MB", "1.23 GB",
     ]  # fmt: skip
-    assert [seconds_text(s) for s in (67e-6, 4.5e-3, 1.234)] == ["67 us", "4.5 ms", "1.23 s"]
+    assert [seconds_text(s) for s in (67e-6, 4.5e-3, 1.234)] == ["67 µs", "4.5 ms", "1.23 s"]

@@ -1,4 +1,4 @@
-"""A loss that hangs on how samples are divided into micro-batches, or on padding, is refused."""
+"""A loss that depends on how samples are divided into micro-batches, or on padding, is refused."""
 
 import re
 

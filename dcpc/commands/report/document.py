@@ -14,7 +14,9 @@ from dcpc.ir.thresholds import WIDER_GROUP_GAIN
 from dcpc.plan.choose import choice_text, degree_changes, lengths_text, stretches
 from dcpc.plan.planning import Planned
 from dcpc.symbolic_profile import (
+    COLUMNS,
     bytes_text,
+    cells_of,
     dominating_term,
     evaluator,
     seconds_text,
@@ -218,19 +220,10 @@ def _costs(planned: Planned) -> str:
     for row in planned.report_rows:
         at = evaluator(row.profile)
         term, share = dominating_term(at.peak_point(row.dims)[1], row.dims)
-        texts = (
-            str(row.plan.bucket),
-            choice_text(row.plan),
-            bytes_text(row.plan.peak_bytes),
-            bytes_text(at.saved_bytes(row.dims)),
-            bytes_text(at.wire_bytes(row.dims)),
-            f"{at.flops(row.dims) / 1e12:.3g}",
-            seconds_text(row.plan.seconds_s),
-            f"{term} ({share:.0%})",
-        )
+        sent = bytes_text(at.wire_bytes(row.dims))
+        texts = (*cells_of(row), sent, f"{term} ({share:.0%})")
         rows.append("".join(f"<td>{escape(text)}</td>" for text in texts))
-    header = ("bucket", "setting", "peak", "saved", "sent", "TFLOP", "time", "dominating term")
-    return _table(header, rows)
+    return _table((*COLUMNS, "sent", "dominating term"), rows)
 
 
 def _lines(lines: Sequence[str]) -> str:

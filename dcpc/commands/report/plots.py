@@ -239,9 +239,9 @@ def _draw_timeline(axes: Axes, planned: Planned, bucket: Bucket) -> None:
         bbox={"boxstyle": "round", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
     )  # fmt: skip
     axes.set(
-        xlim=(0, len(live) - 1), ylim=(0, None), ylabel="alive",
-        xlabel="allocations in the order they are made; dotted: backward begins;\n"
-        "black: memory of a rank; grey: model, optimizer and inputs",
+        xlim=(0, len(live) - 1), ylim=(0, 1.2 * (stays + live[at])), ylabel="alive",
+        xlabel="allocations in the order they are made; dotted: backward begins; black: memory\n"
+        f"of a rank, {bytes_text(planned.memory_bytes)}; grey: model, optimizer and inputs",
     )  # fmt: skip
     axes.set_title(f"live memory, {_title(planned, bucket)}", loc="left", fontsize=10)
 

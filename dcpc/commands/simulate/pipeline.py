@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dcpc.commands.shared.drawing import blank, drawing
-from dcpc.commands.simulate.png import COLOURS, OTHER
+from dcpc.commands.simulate.png import COLOURS, OTHER, legend
 from dcpc.commands.simulate.timeline import Span, StepTimeline, chrome_trace
 from dcpc.runtime.pipeline.schedule import FoundSchedule, PipelineReplay, PipelineWork
 from dcpc.runtime.pipeline.schedule.actions import KINDS
@@ -124,12 +124,9 @@ def draw_pipeline(work: PipelineWork, found: FoundSchedule, file: Path) -> None:
             lower.step(at_s, share, where="post", linewidth=0.8, label=f"stage {stage}")
     lower.set_ylabel("share of memory" if _bounded(work) else "bytes", fontsize=8)
     lower.legend(fontsize=7, loc="upper right")
-    lower.set_xlabel(
-        "seconds (predicted); "
-        + ", ".join(f"{NAMES[k]} {c}" for k, c in zip(KINDS, COLOURS, strict=False))
-        + f"; pale: recomputed in backward; waits {OTHER}",
-        fontsize=7,
-    )
+    lower.set_xlabel("seconds (predicted); pale: recomputed in backward", fontsize=7)
+    named = {NAMES[k]: c for k, c in zip(KINDS, COLOURS, strict=False)}
+    legend(upper, "", {**named, "waits": OTHER})
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, format="png", dpi=110)
 

@@ -29,15 +29,16 @@ class ModelInsight:
     def __init__(self, core: ModelCore, staging: str = "") -> None:
         self.core, self.staging = core, staging
 
-    def report(self) -> str:
-        """Returns the plan of each bucket, its predicted costs as formulas of the dims, and why.
+    def report(self, full: bool = False) -> str:
+        """Returns the plan of each bucket, its predicted costs, and why.
 
-        At the end it says what was compared with the model itself, and where.
+        At the end it says what was compared with the model itself, and where. `full` adds costs as
+        formulas of the dims and the cost of each way to split attention.
         """
         core = self.core
         later = {e.verifier: e for e in reversed(core.editions.made_later)}
         more = [e for v, e in reversed(later.items()) if v is not core.verifier]
-        text = f"{core.planned.report()}\n{core.verifier.report()}"
+        text = f"{core.planned.report(full)}\n{core.verifier.report()}"
         text += core.tighter.report() + core.dispatch.unpadding_line() + self._padding_line()
         if core.learned.learns or self.speeds:
             text += speeds_line(self.speeds, core.learned.changes) + "\n"

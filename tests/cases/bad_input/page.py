@@ -1,4 +1,4 @@
-"""Makes the tables of docs/errors.md from what the kinds of bad input raise.
+"""Makes the tables of docs/error_messages.md from what the kinds of bad input raise.
 
 .venv/bin/python -m tests.cases.bad_input.page     # writes the page's part between the marks
 """
@@ -15,7 +15,7 @@ from tests.cases.bad_input.kinds import Ground, Kind, Met, meet
 from tests.cases.bad_input.ranks import RANKS, WORLD, meet_all
 from tests.cases.launch import run_ranks
 
-PAGE = Path(__file__).parents[3] / "docs" / "errors.md"
+PAGE = Path(__file__).parents[3] / "docs" / "error_messages.md"
 BEGIN = "<!-- made by `python -m tests.cases.bad_input.page`; change the kinds there -->\n"
 END = "<!-- end of what is made -->\n"
 _LONGEST = 260

@@ -129,7 +129,7 @@ def test_short_buckets_have_no_collective_and_the_report_explains_the_long_ones(
     assert short.sp == 1
     assert "dcpc." not in found.source(short.bucket).replace("dcpc.attention", "")
     assert long.sp == 4
-    text = found.report()
+    text = found.report(full=True)
     assert "attention of {seq: 131072}, sp 4: 2 by " in text
     assert "ways to split" in text
     goes_round = "sp 4: 2 by ring" in text or "sp 4: 2 by hybrid" in text
@@ -143,7 +143,7 @@ def test_a_chosen_way_is_the_fastest_or_the_report_says_why_not():
     sizes = [{"seq": n} for n in (4096, 16384, 65536)]
     buckets = dcpc.Buckets(inputs=language_models.inputs("gpt"), sizes=sizes)
     planned = plan(model, buckets, world=4, sp=4, backend="eager", device="h200")
-    lines = planned.report().splitlines()
+    lines = planned.report(full=True).splitlines()
     chosen = [line.split(": 2 by ")[1].split(" (")[0] for line in lines if ": 2 by " in line]
     shown = [i for i, line in enumerate(lines) if line.startswith("  {seq: ") and " ms, " in line]
     assert len(chosen) == len(shown) == len(sizes)

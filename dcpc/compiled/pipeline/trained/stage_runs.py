@@ -180,8 +180,8 @@ class StagesInsight(ModelInsight):
         super().__init__(execution.core, staging)
         self._execution = execution
 
-    def report(self) -> str:
-        """Returns the stages: what each has, takes and needs, at every bucket."""
+    def report(self, full: bool = False) -> str:
+        """Returns the stages: what each has, takes and needs, at every bucket, always in full."""
         text = stages_report(self._execution.cut, self._execution.grid.replicas)
         text += f"{self.staging}\n" * bool(self.staging)
         return f"{text}\n{self.core.verifier.report()}"
