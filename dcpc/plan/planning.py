@@ -146,7 +146,7 @@ class Planned:
         near = sum(v.priced.placements.near_count for v in self.traces)
         if near:
             notes.append(
-                f"{near} settings are split as other lengths or degrees are: at most "
+                f"placements of other lengths or degrees used again: {near}, each at most "
                 f"{PLACEMENT_LOSS:.1%} above the least cost"
             )
         error = self.device.seconds_error

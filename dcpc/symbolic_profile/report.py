@@ -15,7 +15,7 @@ from dcpc.ir import BucketPlan, Profile
 from dcpc.symbolic_profile.evaluate import evaluator
 from dcpc.symbolic_profile.polynomials import monomials, values_of
 
-RECOMPUTE_NOTE = "recompute: bytes that backward makes again, of those forward would keep at most"
+RECOMPUTE_NOTE = "recompute: share of the activations' bytes that backward makes again"
 COLUMNS = ("bucket", "sp", "micro-batch", "recompute", "saved", "peak", "TFLOP", "time")
 SHORT = 16  # characters of a bucket's name that leave the other columns their room
 _SUPERSCRIPTS = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
