@@ -9,8 +9,10 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import re
+import reprlib
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -75,42 +77,79 @@ class DataError(DcpcError):
     """A dataset or a sample cannot be dealt out as asked."""
 
 
+class NoLengthError(DataError, TypeError):
+    """Something has no `len()`; a `TypeError` as well, so that `list` and progress bars go on."""
+
+
 class DefectError(DcpcError):
     """Something failed that dcpc neither refuses nor explains: a defect of dcpc."""
 
 
-def refuse_unknown(
-    what: str, given: Iterable[str], known: Sequence[str], error: type[DcpcError]
+def check_call(
+    what: str,
+    signature: inspect.Signature,
+    args: Sequence[object],
+    given: Mapping[str, object],
+    error: type[DcpcError],
 ) -> None:
-    """Refuses names of arguments that a function does not have, with the name that is near.
+    """Refuses arguments that a function does not take, and names those that are probably meant.
 
     Args:
-        what: function, for the message.
-        given: names of the arguments that it was called with.
-        known: names that it has.
+        what: name of the function, for the message.
+        signature: parameters of the function, without `self`.
+        args: arguments given by position.
+        given: arguments given by name.
         error: class to raise.
 
     Raises:
-        DcpcError: a name is unknown (class `error`).
+        DcpcError: an argument is unknown, missing, given twice, or given by position though it has
+            a name alone (class `error`).
     """
+    known = signature.parameters
+    options = [p for p in known.values() if p.kind is p.KEYWORD_ONLY]
+    places = [name for name, p in known.items() if p not in options]
+    taken = {*places[: len(args)], *given}
+    takes = f"{', '.join(places)} by position"
+    if options:
+        takes += f", and by name some of {', '.join(p.name for p in options)}"
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}=?" if near else "leave it out"
             raise error(f"{what}: got {name}=; expected some of {', '.join(known)}; {hint}")
+        if name in places[: len(args)]:
+            raise error(f"{what}: got {name} twice; expected it once; pass it by name alone")
+    if len(args) > len(places):
+        extra = args[len(places)]
+        near = [f"{p.name}=" for p in options if p.name not in taken and _has_type_of(p, extra)]
+        raise error(
+            f"{what}: got {len(args)} arguments by position, {reprlib.repr(extra)} among them; "
+            f"expected {takes}; "
+            + (f"did you mean {' or '.join(near)}?" if near else "pass it by its name")
+        )
+    missing = [p.name for p in known.values() if p.default is p.empty and p.name not in taken]
+    if missing:
+        raise error(f"{what}: got no {missing[0]}; expected {takes}; pass it")
 
 
-def refusing_unknown(
-    what: str, error: type[DcpcError]
-) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Has a function refuse names of arguments that it does not have, see `refuse_unknown`."""
+def _has_type_of(parameter: inspect.Parameter, value: object) -> bool:
+    """Whether the annotation of a parameter names the type of a value."""
+    kinds = {kind.__name__ for kind in type(value).__mro__[: 1 if type(value) is bool else -1]}
+    kinds |= {"float"} if "int" in kinds else set()
+    return not kinds.isdisjoint(re.findall(r"\w+", str(parameter.annotation)))
+
+
+def checking_call(what: str, error: type[DcpcError]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Has a function refuse arguments that it does not take, see `check_call`."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        known = [name for name in inspect.signature(function).parameters if name != "self"]
+        own = inspect.signature(function)
+        bound = next(iter(own.parameters)) in ("self", "cls")
+        signature = own.replace(parameters=[*own.parameters.values()][bound:])
 
         @functools.wraps(function)
         def run(*args: P.args, **given: P.kwargs) -> T:
-            refuse_unknown(what, given, known, error)
+            check_call(what, signature, args[bound:], given, error)
             return function(*args, **given)
 
         return run

@@ -26,7 +26,7 @@ from dcpc.compiled.pipeline import (
     stage_degree,
     stages_problem,
 )
-from dcpc.errors import DcpcError, DispatchError, GroupError, PlanError, explaining
+from dcpc.errors import DcpcError, DispatchError, GroupError, PlanError, checking_call, explaining
 from dcpc.ir import Program
 from dcpc.plan.following import state_tensors
 from dcpc.plan.options import CompileOptions, PlanOptions, taking
@@ -187,6 +187,7 @@ def _staged(
     return whole, None, chosen.why
 
 
+@checking_call("dcpc.materialize", DispatchError)
 def materialize(compiled: CompiledModel, init: Init = None) -> None:
     """Gives a model that was compiled on the meta device memory and values, module by module.
 

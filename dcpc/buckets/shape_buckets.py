@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
 from dcpc.buckets.choosing import sizes_for
 from dcpc.buckets.specs import MAX_SIZE, DimExpr, InputSpec, Sizes
 from dcpc.buckets.yaml_lines import FieldPath, path_of, read_yaml
-from dcpc.errors import BucketError, DispatchError
+from dcpc.errors import BucketError, DispatchError, checking_call
 
 __all__ = ["BATCH", "MAX_BATCH", "Bucket", "Buckets", "DimExpr", "InputSpec", "Sizes", "ones_of"]
 
@@ -92,6 +92,7 @@ class Buckets:
     inputs: Mapping[str, InputSpec]
     buckets: tuple[Bucket, ...]
 
+    @checking_call("dcpc.Buckets", BucketError)
     def __init__(self, inputs: Mapping[str, str], sizes: Sequence[Mapping[str, int]]) -> None:
         """Checks and parses a declaration.
 
@@ -106,6 +107,7 @@ class Buckets:
         self._set({"inputs": inputs, "sizes": sizes}, _python_place)
 
     @classmethod
+    @checking_call("dcpc.Buckets.from_lengths", BucketError)
     def from_lengths(
         cls,
         inputs: Mapping[str, str],

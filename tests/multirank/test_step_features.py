@@ -13,6 +13,7 @@ import dcpc
 from dcpc.errors import DataError
 from dcpc.runtime.parameters.modes import shares
 from dcpc.runtime.step.gradients import clip_gradients
+from tests.cases.documents import ROOT, blocks
 from tests.cases.exactness import SPLITTING
 from tests.cases.launch import run_ranks
 from tests.cases.ragged import LENGTHS, Ragged, gpt
@@ -20,6 +21,7 @@ from tests.cases.ragged import LENGTHS, Ragged, gpt
 DEGREES = {5: 2, 9: 1, 16: 1, 24: 4}
 PAD = {"input_ids": 0, "labels": -100}
 CLIP = 0.5
+DOCS = ROOT / "docs"
 # A larger eps than Adam's own: where a gradient is 0 but for rounding, 1e-8 makes steps of the
 # rounding.
 ADAM = {"lr": 1e-2, "eps": 1e-6}
@@ -58,6 +60,35 @@ def one_device_loss(model: torch.nn.Module, step: Any) -> torch.Tensor:
         total = total + F.cross_entropy(logits, x["labels"], reduction="sum")
         count += int((x["labels"] != -100).sum())
     return total / count
+
+
+def added_error(compiled: Any, steps: list[Any]) -> float:
+    """Returns how far gradients of two steps in a row are from the sum of each step's own."""
+    own = []
+    for run in ([0], [1], [0, 1]):
+        for p in compiled.parameters():
+            p.grad = None
+        for n in run:
+            weight = compiled.train_step(steps[n]).total_weight
+            samples = (i for mb in steps[n].plan.micro_batches for i in mb.sample_ids)
+            assert weight == sum(int((Ragged()[i]["labels"] != -100).sum()) for i in samples)
+        grads = (p.grad for p in compiled.parameters())
+        own.append([getattr(g, "full_tensor", lambda g=g: g)().clone() for g in grads])
+    return max(float((a + b - c).abs().max() / c.abs().max()) for a, b, c in zip(*own, strict=True))
+
+
+def validation_error(compiled: Any, alone: Any) -> float:
+    """Returns how far the loss of the loop in docs/train.md is from one device's."""
+    (shown,) = (b.code for b in blocks((DOCS / "train.md").read_text()) if "def validate" in b.code)
+    names: dict[str, Any] = {"dcpc": dcpc, "torch": torch}
+    exec(shown, names)
+    got = names["validate"](Ragged(), compiled, PAD)
+    found, count = torch.zeros((), dtype=torch.float64), 0
+    for x in map(Ragged().__getitem__, range(len(LENGTHS))):
+        logits = alone.logits(x["input_ids"][None])[0].detach()
+        found += F.cross_entropy(logits, x["labels"], reduction="sum")
+        count += int((x["labels"] != -100).sum())
+    return abs(got * count / float(found) - 1)
 
 
 def parameter_error(model: Any, alone: torch.nn.Module) -> float:
@@ -121,6 +152,8 @@ def train(rank: int, world: int, mode: str) -> dict[str, Any]:
         "own": sum(p.numel() for p in shares(compiled.model.parameters(), world)),
         "lines": [line for line in lines if line.startswith("step ")],
         "times": (stats.busy_s, stats.idle_s),
+        "added": added_error(compiled, steps),
+        "validated": validation_error(compiled, alone),
     }
 
 
@@ -128,6 +161,8 @@ def check(found: list[dict[str, Any]], mode: str) -> None:
     for rank, of in enumerate(found):
         assert len(of["errors"]) >= 3
         assert max(of["errors"]) < 1e-12
+        assert of["added"] < 1e-10
+        assert of["validated"] < 1e-10
         for ours, plain, again, clipped in of["norms"]:
             assert ours == pytest.approx(plain, rel=1e-12)
             assert again == pytest.approx(clipped, rel=1e-5)  # torch's 1e-6 beside the norm

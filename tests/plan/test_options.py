@@ -75,8 +75,16 @@ def test_unknown_option_is_refused_before_anything_runs():
         dcpc.DataLoader([], None, weigth="labels")
     with pytest.raises(PlanError, match=r"got xyz=;.*, memory, .*; leave it out$"):
         plan(None, None, xyz=3)
-    with pytest.raises(TypeError, match="too many positional"):
+    with pytest.raises(PlanError, match=r"got 3 .*, 8 among.*mean memory= or .*world=\?$"):
         plan(None, None, 8)
+    with pytest.raises(PlanError, match=r"by name some of memory.*mean .* or backend= or .*\?$"):
+        dcpc.compile(None, None, "eager")
+    with pytest.raises(PlanError, match=r"model, buckets by position.*pass it by its name$"):
+        dcpc.compile(None, None, object())
+    with pytest.raises(PlanError, match=r"dcpc.compile: got no buckets; .*; pass it$"):
+        dcpc.compile(None)
+    with pytest.raises(PlanError, match=r"got model twice; expected it once; "):
+        dcpc.compile(None, model=None)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What training goes on from: memory and values of the model, and its checkpoints."""
+"""The state that training goes on from: memory and values of the model, and checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from dcpc.buckets import path_of
 from dcpc.compiled.materialize import Init, made_real
 from dcpc.compiled.model.core import ModelCore
-from dcpc.errors import CheckpointError, DispatchError
+from dcpc.errors import CheckpointError, DispatchError, checking_call
 from dcpc.runtime.checkpoint.checkpoints import Checkpoints
 from dcpc.runtime.checkpoint.parts import Checkpoint, NamedParameters, Parts, Stateful
 from dcpc.runtime.checkpoint.saving import Saving
@@ -21,8 +21,8 @@ class ModelSaving:
     """Gives a compiled model its memory, saves and loads it.
 
     Args:
-        core: what its parts share.
-        model: the compiled model, for its parameters and buffers.
+        core: state that all parts of the model share.
+        model: compiled model, for its parameters and buffers.
     """
 
     def __init__(self, core: ModelCore, model: NamedParameters) -> None:
@@ -57,6 +57,7 @@ class ModelSaving:
             if wrong is not None:
                 raise wrong
 
+    @checking_call("save", CheckpointError)
     def save(
         self,
         folder: str | Path,
@@ -69,23 +70,23 @@ class ModelSaving:
         keep: int = 3,
         wait: bool = False,
     ) -> Saving:
-        """Saves what training goes on from, as `folder/step-...`, while training goes on.
+        """Saves the state of training as `folder/step-...`, while training goes on.
 
         All of it is copied to the CPU, then a thread writes it. A folder has its name once it is
         whole, so a crash leaves those before it. Collective over all ranks, which see one folder.
 
         Args:
-            folder: of all checkpoints.
-            step: number of this one; `load` takes the largest.
-            optimizer: of `parameters()`.
-            loader: its `state_dict()` is the same on every rank, as that of `dcpc.DataLoader` is.
-            scheduler: as the loader.
-            extra: plain values and tensors of your own; rank 0's are kept.
-            keep: whole checkpoints that stay, this one included.
-            wait: return once it is whole.
+            folder: folder of all checkpoints.
+            step: number of this checkpoint; `load` takes the largest.
+            optimizer: optimizer of `parameters()`.
+            loader: object whose `state_dict()` is the same on every rank, as a `dcpc.DataLoader`.
+            scheduler: object with such a state, as the loader.
+            extra: values and tensors of your own; rank 0's are kept.
+            keep: number of whole checkpoints that stay, this one included.
+            wait: whether to return only once the checkpoint is whole.
 
         Returns:
-            What writes it, with `wait()`. The process waits for it at its end.
+            The writing, with `wait()`. The process waits for it at its end.
 
         Raises:
             CheckpointError: it cannot be written, or the one before could not be; or a state has
@@ -97,6 +98,7 @@ class ModelSaving:
             parts = self._parts(optimizer, loader, scheduler)
             return self._checkpoints.save(path, step, parts, extra, keep=keep, wait=wait)
 
+    @checking_call("load", CheckpointError)
     def load(
         self,
         folder: str | Path,
@@ -112,10 +114,10 @@ class ModelSaving:
         INFO. Collective over all ranks, which see one folder.
 
         Args:
-            folder: as in `save`.
-            optimizer: made as the one that was saved; its state is replaced.
-            loader: goes on after the last step that was yielded before.
-            scheduler: goes on as it was.
+            folder: folder of all checkpoints, as in `save`.
+            optimizer: optimizer made as the one that was saved; its state is replaced.
+            loader: loader that then goes on after the last step that was yielded before.
+            scheduler: scheduler that then goes on as it was.
             missing: effect of a folder that is not there or has no checkpoint: "error", or "start",
                 which changes nothing and returns step 0, so that one script starts and goes on.
 

@@ -17,7 +17,7 @@ from dcpc.compiled.model.core import ModelCore
 from dcpc.compiled.model.running import ModelExecution
 from dcpc.compiled.outputs.gradients import refusing_gradients
 from dcpc.compiled.outputs.wanted import WithOutputs, output_kind
-from dcpc.errors import DataError, DcpcError, DispatchError, explaining, refusing_unknown
+from dcpc.errors import DataError, DcpcError, DispatchError, checking_call, explaining
 from dcpc.runtime.data.arguments import check_choice, check_step
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import agree
@@ -34,8 +34,8 @@ class ModelRuns:
     """Runs calls and steps of a compiled model.
 
     Args:
-        core: what its parts share.
-        execution: runs what they ask for.
+        core: state that all parts of the model share.
+        execution: execution that runs the calls and steps.
     """
 
     def __init__(self, core: ModelCore, execution: ModelExecution) -> None:
@@ -45,7 +45,7 @@ class ModelRuns:
     def forward(
         self, args: tuple[Tensor, ...], outputs: bool | str | Tensor, inputs: dict[str, Tensor]
     ) -> Any:
-        """Returns what `CompiledModel.forward` does."""
+        """Returns the result of `CompiledModel.forward`."""
         if isinstance(outputs, Tensor):
             inputs, outputs = {**inputs, "outputs": outputs}, False
         kind = output_kind("a call", outputs)
@@ -62,6 +62,7 @@ class ModelRuns:
             return found[0]
         return made.restored(refusing_gradients(edition.planned.traces[0].traced.program, found))
 
+    @checking_call("evaluate", DispatchError)
     def evaluate(
         self,
         batch: Mapping[str, Tensor],
@@ -76,12 +77,12 @@ class ModelRuns:
         Ranks call it as they call the model: those of an SP group with the same batch.
 
         Args:
-            batch: inputs by name.
-            between: what is done with lengths that no bucket has: None: they run by the graphs of
+            batch: tensors by input name.
+            between: treatment of lengths that no bucket has: None: they run by the graphs of
                 the smallest bucket that holds them, or are refused where these are not right;
                 "pad": they are filled up to that bucket; "compile": they are captured and planned
                 when they first come.
-            pad: input name -> what fills it up at its end, as for `dcpc.DataLoader`.
+            pad: input name -> value that fills it up at its end, as for `dcpc.DataLoader`.
             outputs: whether what forward returns comes back, too: then `(loss, outputs)`, as from
                 a call.
 
@@ -109,7 +110,7 @@ class ModelRuns:
             return made.restored(found) if isinstance(made, WithOutputs) else found[0]
 
     def _edition(self, kind: str, in_step: bool = False) -> tuple[Edition, DcpcError | None]:
-        """Returns what runs the model as it is, with this kind of outputs, and why it cannot."""
+        """Returns the edition of the model as it is with a kind of outputs, and its problem."""
         edition, problem = self.core.editions.now()
         if in_step:
             problem = problem or self._step_problem(edition)
@@ -123,7 +124,7 @@ class ModelRuns:
         with self.core.groups.watch.naming():
             return self.execution.call(edition, problem, inputs)
 
-    @refusing_unknown("train_step", DataError)
+    @checking_call("train_step", DataError)
     @explaining("train_step")
     def train_step(
         self,
@@ -142,9 +143,9 @@ class ModelRuns:
         with less memory, and the step of the same samples runs again.
 
         Args:
-            step: from `dcpc.DataLoader`.
+            step: step of a `dcpc.DataLoader`.
             clip: largest norm of the whole batch's gradient; a longer one is scaled down to it.
-            nonfinite: what becomes of a loss that is NaN or infinite: "raise" a `DataError`, or
+            nonfinite: effect of a loss that is NaN or infinite: "raise" a `DataError`, or
                 "skip" the step: `skipped` of the result is set, and `stats().skipped` counts it.
                 Either way all ranks do the same, and gradients are as they were before the step.
             outputs: whether what forward returns comes back, too, as `outputs` of the result:
@@ -204,7 +205,7 @@ class ModelRuns:
         return self.core.store.follow(self.core.model.parameters())
 
     def _stepped(self, step: Step, result: StepResult) -> None:
-        """Takes down what came of a step, and tells the loggers."""
+        """Counts a step's result, and tells the loggers."""
         self.core.dispatch.stats.stepped(step, result)
         if self.core.learned.observe(step.plan, result.every_s) and self.core.groups.rank == 0:
             LOG.warning("%s", speeds_line(self.core.learned.speeds, self.core.learned.changes))
@@ -216,7 +217,7 @@ class ModelRuns:
         """Has rank 0 call this after each train step, e.g. a `dcpc.TensorBoardLogger`.
 
         Args:
-            logger: called with the step and its result.
+            logger: function called with the step and its result.
 
         Raises:
             DataError: it cannot be called.
@@ -249,7 +250,7 @@ class ModelRuns:
         global batch.
 
         Args:
-            max_norm: above 0.
+            max_norm: largest norm, above 0.
 
         Raises:
             DataError: `max_norm` is no positive number.
@@ -258,7 +259,7 @@ class ModelRuns:
 
 
 def _refused(step: Step, clip: float | None, nonfinite: str, outputs: object) -> DcpcError | None:
-    """Returns what is wrong with this rank's step, or with the arguments of it."""
+    """Returns the error of this rank's step, or of the arguments with it; None: none."""
     try:
         check_step(step)
         if clip is not None:

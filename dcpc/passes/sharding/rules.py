@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from torch import fx
 
-from dcpc.errors import RuleError
+from dcpc.errors import RuleError, checking_call
 from dcpc.ir import TensorInfo, call_of, tensor_operands
 from dcpc.passes.sharding.derive import DerivedRules
 from dcpc.passes.sharding.notation import Pattern, bind
@@ -49,6 +49,7 @@ class Rule(BaseModel):
 REGISTERED: dict[str, Rule] = {}
 
 
+@checking_call("dcpc.register_sharding_rule", RuleError)
 def register_sharding_rule(
     op: str, rule: str, *, whole: str = "", sum: str = "", linear: Linear = "none"
 ) -> None:

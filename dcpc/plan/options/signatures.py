@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from torch import nn
 
 from dcpc.buckets import Buckets
-from dcpc.errors import DcpcError, PlanError, refuse_unknown
+from dcpc.errors import DcpcError, PlanError, check_call
 from dcpc.plan.options.declared import CommandOption, OptionFacts, facts
 from dcpc.plan.options.kinds import ModelOptions, PlanOptions
 from dcpc.plan.options.values import check_given
@@ -54,12 +54,11 @@ def taking(
         told = inspect.signature(function)
         own = [p for p in told.parameters.values() if p.name != "options"]
         signature = told.replace(parameters=[*own, *keywords])
-        known = [*signature.parameters]
 
         @functools.wraps(function)
         def run(*args: Any, **given: Any) -> Result_co:
-            refuse_unknown(f"dcpc.{function.__name__}", given, known, PlanError)
-            bound = signature.bind(*args, **given)  # refuses what is missing as any call does
+            check_call(f"dcpc.{function.__name__}", signature, args, given, PlanError)
+            bound = signature.bind(*args, **given)
             model, buckets = bound.args
             try:
                 check_given(model, buckets)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
 from dcpc.buckets import path_of
-from dcpc.errors import DataError, DcpcError, PlanError, explaining, refusing_unknown
+from dcpc.errors import DataError, DcpcError, NoLengthError, PlanError, checking_call, explaining
 from dcpc.ir.thresholds import PACKING_GAIN
 from dcpc.runtime.data.ahead import LoaderStats, ahead
 from dcpc.runtime.data.arguments import (
@@ -62,7 +62,7 @@ class DataLoader:
     afresh.
     """
 
-    @refusing_unknown("dcpc.DataLoader", DataError)
+    @checking_call("dcpc.DataLoader", DataError)
     def __init__(
         self,
         dataset: Dataset,
@@ -213,6 +213,7 @@ class DataLoader:
             most, window, mode, allowed, packs, by_samples, planner, own, prices,
             chooses=packs and packing == AUTO,
         )  # fmt: skip
+        self._epochs_alike = by_samples and mode != "intra" and on_too_long == "error"
         groups = compiled.groups
         self.plan_timeout_s = groups.timeout_s if plan_timeout_s is None else plan_timeout_s
         self._progress = Progress(len(self._maker.samples), seed, shuffle, order)
@@ -273,9 +274,22 @@ class DataLoader:
                 "shrinks; expected none; leave min_grad_accumulation_steps and "
                 "max_grad_accumulation_steps out, or count steps as they come"
             )
-        if recipe.by_samples and recipe.mode != "intra" and self.on_too_long == "error":
-            return -(-len(samples) // recipe.most)
+        if self._epochs_alike:
+            return len(self)
         return count_steps(self._progress.order(epoch), samples.fit, recipe, samples.forget)
+
+    def __len__(self) -> int:
+        """Returns the steps of each epoch; an error where epochs may have different numbers."""
+        if not self._epochs_alike:
+            raise NoLengthError(
+                "len(loader): got a loader whose epochs may differ in their number of steps, which "
+                "follows from the samples' lengths and order; expected samples_per_step=, with "
+                "which all are alike; call loader.count_steps(epoch) for the steps of one epoch"
+            )
+        return -(-len(self._maker.samples) // self.recipe.most)
+
+    def __bool__(self) -> bool:
+        return True  # also where there is no length
 
     def state_dict(self) -> State:
         """Returns where training is, the step yielded last counted as done; plain numbers.

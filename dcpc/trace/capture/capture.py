@@ -50,6 +50,7 @@ from dcpc.trace.capture.functional import functional
 from dcpc.trace.capture.gradients import (
     detach_without_grad,
     flowing,
+    refuse_cut,
     refuse_strangers,
     refuse_writes,
     trainable,
@@ -204,13 +205,11 @@ def _traced_at(
     refuse_short_tables(program, buckets)
     if least and any(size.has(sympy.Max, sympy.Min) for size in program.sizes):
         raise named.ExampleError("sizes may be simpler from the smallest bucket on")
-    dropped = frozenset(reached - depends_on(gm.graph))
-    return dataclasses.replace(
-        program,
-        zero_gradients=dropped & program.parameters.keys(),
-        assumptions=assumptions,
-        least={name: dim.min for name, dim in dims.items()},
-    )
+    zero = frozenset(reached - depends_on(gm.graph)) & program.parameters.keys()
+    if wrapped.training and not zero and not wrapped.noted.effects:
+        refuse_cut(program)
+    from_on = {name: dim.min for name, dim in dims.items()}
+    return dataclasses.replace(program, zero_gradients=zero, assumptions=assumptions, least=from_on)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from dcpc.errors import TraceError
 from dcpc.fx.graphs import source_line
+from dcpc.ir import Program
 
 aten = torch.ops.aten
 _WRITE = OutputKind.USER_INPUT_MUTATION
@@ -133,6 +134,22 @@ def refuse_strangers(outputs: Sequence[Tensor]) -> None:
                     "the model, or, if it is not trained (a teacher), call it under "
                     "torch.no_grad() or with requires_grad_(False)"
                 )
+
+
+def refuse_cut(program: Program) -> None:
+    """Refuses a loss that forward has cut off from every parameter and input that learns."""
+    if program.begins or not program.learning:
+        return
+    cuts = program.gm.graph.find_nodes(op="call_function", target=aten.detach.default)
+    lines = dict.fromkeys(line for node in cuts if (line := source_line(node)))
+    at = f" (forward detaches at {', '.join([*lines][:4])})" if lines else ""
+    names = [program.parameters.get(n) or program.inputs[n] for n in program.learning]
+    raise TraceError(
+        f"the loss has no gradient{at}: got one in which none of {len(names)} trainable tensors "
+        f"({', '.join(names[:4])}) has a part; expected a loss from which a gradient reaches them; "
+        "take detach(), no_grad() and argmax out of the way to the loss; for a model that is "
+        "evaluated alone, call eval() or requires_grad_(False) before compile"
+    )
 
 
 def _past_autograd(call: fx.Node, root: fx.Node) -> TraceError:

@@ -160,6 +160,7 @@ CALLS = {
     "evaluate": (
         _evaluate("a batch that is a list", [IDS, IDS]),
         _evaluate("an unknown between=", between="cut"),
+        Kind("between= by position", DispatchError, lambda g: g.compiled.evaluate({}, "pad")),
         _evaluate("pad= without between=", pad={"ids": 0}),
         _evaluate("pad= that is a list", between="pad", pad=[1]),
         _evaluate("pad= with a text", error=DataError, between="pad", pad={"ids": "x"}),
@@ -181,6 +182,9 @@ CALLS = {
         _step("a largest norm as text", clip="1"),
         _step("an unknown nonfinite=", nonfinite="ignore"),
         _step("a misspelt clip=", cilp=1.0),
+        Kind("a largest norm by position", DataError,
+             lambda g: g.compiled.train_step(g.step(), 1.0)),
+        Kind("no step", DataError, lambda g: g.compiled.train_step()),
         Kind("a loss that is NaN", DataError, _infinite, late=True),
     ),
     "Checkpoints": (
@@ -198,6 +202,8 @@ CALLS = {
         Kind("a file for a folder", CheckpointError, lambda g: g.compiled.load(g.file("x"))),
         Kind("a folder that is not there", CheckpointError, _mistyped),
         _load("an unknown missing=", missing="begin"),
+        Kind("an optimizer by position", CheckpointError, lambda g: g.compiled.load(
+            g.folder, torch.optim.SGD([torch.zeros(1)], 0.1))),
         _load("a part that was not saved", scheduler=torch.optim.lr_scheduler.ConstantLR(
             torch.optim.SGD([torch.zeros(1)], 0.1))),
         _load("an optimizer that was not saved",

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 import dcpc
-from dcpc.errors import DataError
+from dcpc.errors import DataError, NoLengthError
 from tests.cases.bad_input.kinds import Ground, Kind, samples, with_sample
 
 
@@ -126,6 +126,9 @@ DATA = {
         Kind("a model that is not compiled", DataError,
              lambda g: dcpc.DataLoader(samples(), torch.nn.Linear(1, 1), tokens_per_step=4)),
         _loader("an argument that is mistyped", weigth="labels"),
+        Kind("an option by position", DataError,
+             lambda g: dcpc.DataLoader(samples(), g.compiled, 32)),
+        Kind("the length of a loader of tokens", NoLengthError, lambda g: len(g.loader())),
         _loader("no tokens", tokens_per_step=0),
         _loader("a fraction of tokens", tokens_per_step=1.5),
         _loader("a numpy integer of tokens", tokens_per_step=np.int64(32)),

@@ -36,6 +36,7 @@ DECLARED = {
     "Buckets and specs": (
         _buckets("no inputs", {}, [{"seq": 4}]),
         _buckets("no sizes", INPUTS, []),
+        Kind("three arguments", BucketError, lambda g: dcpc.Buckets(INPUTS, [{"seq": 4}], 8)),
         _buckets("a numpy array for sizes", INPUTS, np.array([4, 8])),
         _buckets("numbers for sizes", INPUTS, [4, 8]),
         _buckets("a numpy integer for a length", INPUTS, [{"seq": np.int64(4)}]),

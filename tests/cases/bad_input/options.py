@@ -27,6 +27,11 @@ class Logits(Model):
         return self.head(self.embed(ids))
 
 
+class Detached(Model):
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(ids, labels).detach()
+
+
 class OnValues(Model):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         return super().forward(ids, labels) * (2 if ids.sum().item() > 3 else 1)
@@ -145,6 +150,7 @@ OPTIONS = {
         Kind("a compiled model", TraceError, lambda g: dcpc.compile(g.compiled, buckets())),
         Kind("no buckets", BucketError, lambda g: dcpc.compile(Model(), {"seq": 4}), ""),
         _model("no loss", Logits, advice=_LOSS),
+        _model("a loss that is detached", Detached),
         _model("control flow on values", OnValues, advice=_CAPTURE),
         _model("an input that forward lacks", NoLabels),
         _model("fewer positions than a bucket is long", FewPositions),
@@ -164,6 +170,7 @@ OPTIONS = {
     ),
     "Options of compile and plan": (
         _option("an option that is mistyped", PlanError, memry=1e9),
+        Kind("an option by position", PlanError, lambda g: dcpc.compile(Model(), buckets(), 1e9)),
         _option("memory below 0", PlanError, memory=-1),
         _option("memory that is no number", PlanError, memory="lots"),
         _option("memory that is NaN", PlanError, memory=math.nan),

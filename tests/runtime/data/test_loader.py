@@ -447,6 +447,16 @@ def test_a_step_of_so_many_samples_is_the_next_of_the_order():
         [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12]
     ]  # fmt: skip
     assert (loader.samples_per_step, loader.tokens_per_step) == (4, None)
+    assert len(loader) == len(steps) == 4
+
+
+def test_a_loader_of_tokens_has_no_length_and_says_what_counts():
+    loader = loader_for(Ragged(LENGTHS))
+    with pytest.raises(TypeError, match=r"call loader\.count_steps\(epoch\)") as told:
+        len(loader)
+    assert isinstance(told.value, DataError)
+    assert loader  # has no length that could be 0
+    assert list(loader)
 
 
 def test_a_loader_whose_steps_follow_from_plans_is_not_counted():

@@ -105,6 +105,27 @@ def test_one_scalar_or_a_name_needs_no_warning(output):
         trace(Net(output), BUCKETS)
 
 
+def unlearned(z):
+    with torch.no_grad():
+        return z.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("output", "where"),
+    [
+        (lambda z: z.mean().detach(), r" \(forward detaches at capture/test_capture.py:\d+\)"),
+        (unlearned, r" \(forward detaches at capture/test_capture.py:\d+\)"),
+        (lambda z: z.new_ones(()), ""),
+    ],
+)
+def test_a_loss_without_gradient_is_refused_where_the_model_trains(output, where):
+    told = rf"the loss has no gradient{where}: got .* none of 2 trainable tensors \(linear.weight, "
+    with pytest.raises(TraceError, match=told):
+        trace(Net(output), BUCKETS)
+    for evaluated in (Net(output).eval(), Net(output).requires_grad_(False)):
+        assert not trace(evaluated, BUCKETS).begins
+
+
 def branch(z):
     if z.sum() > 0:
         return z.mean()

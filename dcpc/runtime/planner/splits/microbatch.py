@@ -30,7 +30,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dcpc.errors import PlanError
+from dcpc.errors import PlanError, checking_call
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -82,6 +82,7 @@ class _Table:
         return self.cells[self.row[n]][n - i]
 
 
+@checking_call("dcpc.microbatch", PlanError)
 def microbatch(
     lengths: Sequence[int] | IntArray,
     cost: PaddedCost,
