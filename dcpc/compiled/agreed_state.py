@@ -1,4 +1,4 @@
-"""What all ranks' models have in common before a step: how often and what they loaded."""
+"""Compares the ranks' parameters, buffers and constants before a step: all, or a share of them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class AgreedState:
         self._next_shared = 0  # place of the first tensor that the next step compares
 
     def loaded(self) -> None:
-        """Takes down that the user loaded a state."""
+        """Counts one more state that the user has loaded."""
         self._loads += 1
 
     def of_step(self, problem: DcpcError | None) -> StepState:
         """Returns the state that has to be the same on all ranks before a step.
 
         Args:
-            problem: with this rank's model; its text is compared, and `check` raises it.
+            problem: problem of this rank's model; its text is compared, and `check` raises it.
         """
         alone = self._groups.world == 1
         tensors = {} if alone else state_tensors(self._model, self._planned)

@@ -37,14 +37,14 @@ _VariantKey = tuple[Bucket, tuple[tuple[str, int], ...], Setting, int, frozenset
 
 
 class Dispatch:
-    """Runs calls and micro-batches, each by the variant of its shape; compiles what is missing.
+    """Runs calls and micro-batches, each by the variant of its shape; compiles missing ones.
 
     Attributes:
-        store: who holds what of the parameters.
-        stats: counts of what has run.
-        value_ranges: what ops need of integer inputs, by bucket and input.
-        lengths: at which the graphs of the buckets are right.
-        variants: what runs some lengths of a bucket, a setting, a place in the group and a way to
+        store: store of the parameters.
+        stats: counts of calls and steps so far.
+        value_ranges: ranges of values that ops need of integer inputs, by bucket and input.
+        lengths: lengths at which the graphs of the buckets are right.
+        variants: variant of some lengths of a bucket, a setting, a place in the group and a way to
             gather parameters, with its integers; filled on first use.
         menu_steps: steps of recompute that take the place of those in a step's plan.
     """
@@ -61,11 +61,11 @@ class Dispatch:
         """Binds the aligned blocks of ranks.
 
         Args:
-            buckets: that inputs are matched with.
-            planned: plans and graphs of each.
+            buckets: buckets that inputs are matched with.
+            planned: plans and graphs of each bucket.
             groups: the process groups.
-            seeds: of all random numbers.
-            store: who holds what of the parameters.
+            seeds: seeds of all random numbers.
+            store: store of the parameters.
             unpad: which calls run without padding, as for `Unpadding`.
         """
         self.store = store
@@ -121,7 +121,7 @@ class Dispatch:
                 "only, or take parameters='step'"
             )
 
-    # --------------------------------------------------------------------------- what inputs are
+    # ----------------------------------------------------------------------- inputs and buckets
 
     def named(
         self, model: nn.Module, args: tuple[Tensor, ...], inputs: dict[str, Tensor]
@@ -129,9 +129,9 @@ class Dispatch:
         """Returns all inputs by name.
 
         Args:
-            model: the user's.
-            args: those by position, in the order of the buckets' specs.
-            inputs: those by name.
+            model: model of the user.
+            args: inputs given by position, in the order of the buckets' specs.
+            inputs: inputs given by name.
 
         Raises:
             DispatchError: too many, one twice, or forward has them in another order.
@@ -214,13 +214,13 @@ class Dispatch:
         return sizes
 
     def input_problem(self, bucket: Bucket, inputs: Mapping[str, Tensor]) -> DispatchError | None:
-        """Returns what is wrong with where inputs are, or with their values; None: nothing.
+        """Returns the error of inputs on another device or of values out of range; None: none.
 
         Values are looked at on the CPU alone.
 
         Args:
-            bucket: of these inputs.
-            inputs: by name.
+            bucket: bucket of these inputs.
+            inputs: tensors by input name.
         """
         here = self._groups.device
         for name, value in inputs.items():
@@ -247,7 +247,7 @@ class Dispatch:
             return runnable.priced.placement(sizes, setting.sp)
         return planned
 
-    # --------------------------------------------------------------------------------- what runs
+    # ------------------------------------------------------------------------- calls and rounds
 
     def run_call(
         self,
@@ -256,20 +256,20 @@ class Dispatch:
         inputs: Mapping[str, Tensor],
         setting: Setting,
     ) -> tuple[Any, ...]:
-        """Returns what a call by hand returns, the loss first, by its bucket's planned setting."""
+        """Returns the outputs of a call by hand, the loss first, by its bucket's setting."""
         place = self._groups.rank % setting.sp
         return self._run(bucket, sizes, inputs, setting, place)
 
     def prepare(self, mb: MicroBatch) -> None:
-        """Compiles what a micro-batch needs."""
+        """Compiles the variant of a micro-batch."""
         sizes = self._sizes_of(mb, mb.inputs)
         self._variant(mb.bucket, sizes, self.setting_of(mb), mb.ranks.index(self._groups.rank))
 
     def begin(self, together: Sequence[PlannedMicroBatch]) -> None:
-        """Begins a round: what runs from now on gathers again what any of its micro-batches does.
+        """Begins a round, in which all gather again the units that any of its micro-batches does.
 
         Args:
-            together: that ranks of a block run at once; none: what runs is in no round.
+            together: micro-batches that ranks of a block run at once; none: there is no round.
         """
         again = [self._gathers_again(mb) for mb in together]
         self._gathering = frozenset().union(*again) if again else None
@@ -286,12 +286,12 @@ class Dispatch:
     def run_micro_batch(
         self, step: Step, mb: MicroBatch, inputs: Mapping[str, Tensor]
     ) -> tuple[Any, ...]:
-        """Returns what the model does for a micro-batch of a step, the loss first.
+        """Returns the outputs of a micro-batch of a step, the loss first.
 
         Args:
-            step: which it is of; the random numbers follow from its place there.
-            mb: with its setting and its ranks.
-            inputs: of it, on the device.
+            step: step of the micro-batch; random numbers follow from its place there.
+            mb: micro-batch with its setting and its ranks.
+            inputs: inputs of the micro-batch, on the device.
         """
         bucket, sizes = mb.bucket, self._sizes_of(mb, inputs)
         pg = self._groups.over(mb.ranks)
@@ -303,11 +303,7 @@ class Dispatch:
         return self._run(bucket, sizes, inputs, self.setting_of(mb), place, seed)
 
     def idle(self, deliver: Callable[[nn.Parameter, Tensor], None]) -> None:
-        """Takes part in a round in which this rank has nothing to run.
-
-        Args:
-            deliver: takes what is taken for a parameter, and this rank's rows of its gradient.
-        """
+        """Takes part in a round in which this rank has nothing to run; see `InRounds.idle`."""
         runnable = self._planned.traces[0]
         bucket = next(b for b, r in self._planned.by_bucket.items() if r is runnable)
         joint = runnable.traced.lowering(self._planned.placement(bucket)).joint
@@ -370,7 +366,7 @@ class Dispatch:
         place: int,
         outputs: Sequence[Tensor],
     ) -> Iterator[Tensor | OutputPiece]:
-        """Yields outputs besides the loss; with where they lie, where they are pieces."""
+        """Yields the outputs besides the loss; pieces with the place where they lie."""
         program = self._planned.by_bucket[bucket].traced.program
         if not program.pieces:
             yield from outputs
@@ -392,14 +388,9 @@ class Dispatch:
         place: int,
         given: dict[str, Tensor],
     ) -> tuple[Variant, tuple[int, ...]] | None:
-        """Returns what runs a call for its valid rows alone, None where it runs with padding.
+        """Returns the variant of a call's valid rows, and its integers; None: it runs padded.
 
-        Args:
-            bucket: of the call.
-            sizes: of the call.
-            setting: of the bucket.
-            place: of this rank in the group.
-            given: inputs by placeholder; those that say which rows are valid are added.
+        Adds the indices of valid rows to `given`, the inputs by placeholder.
         """
         unpadding = self.unpadding(bucket)
         pieces = self._planned.by_bucket[bucket].traced.program.pieces
@@ -417,7 +408,7 @@ class Dispatch:
         return found
 
     def unpadding_line(self) -> str:
-        """Returns what a report says of calls without padding; "" where none are asked for."""
+        """Returns the report's line on calls without padding; "" where none are asked for."""
         found = [self.unpadding(b) for b in self._planned.plans]
         reasons = dict.fromkeys(made.reason for made in found if made is not None)
         if not reasons:
@@ -431,7 +422,7 @@ class Dispatch:
         )
 
     def unpadding(self, bucket: Bucket) -> Unpadding | None:
-        """Returns what runs a bucket's calls without padding; None: that is not asked for."""
+        """Returns the runner of a bucket's calls without padding; None: it is not asked for."""
         if not self._unpad:
             return None
         runnable = self._planned.by_bucket[bucket]
@@ -442,7 +433,7 @@ class Dispatch:
     def _variant(
         self, bucket: Bucket, sizes: Mapping[str, int], setting: Setting, place: int
     ) -> tuple[Variant, tuple[int, ...]]:
-        """Returns what runs these sizes with a setting, compiled on first use, and its integers."""
+        """Returns the variant of sizes and a setting, compiled on first use, and its integers."""
         again = self._gathering
         key = (bucket, tuple(sorted(sizes.items())), setting, place, again)
         if key not in self.variants:
@@ -453,6 +444,6 @@ class Dispatch:
         return self.variants[key]
 
     def setting_of(self, mb: MicroBatch | PlannedMicroBatch) -> Setting:
-        """Returns how a micro-batch is run: as planned, but for steps of recompute chosen since."""
+        """Returns a micro-batch's setting: as planned, but for steps of recompute chosen since."""
         planned = self.menu_steps.get((mb.bucket, mb.sp, mb.micro_batch), mb.menu_step)
         return Setting(mb.sp, mb.micro_batch, planned)

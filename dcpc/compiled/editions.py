@@ -41,7 +41,7 @@ MakeDispatch = Callable[[Buckets, Planned], Dispatch]
 
 @dataclass(frozen=True, slots=True)
 class ModuleModes:
-    """Which modules of a model are in train() and which in eval().
+    """The modules of a model that are in train(), and those in eval().
 
     Attributes:
         training: whether the model itself is in train().
@@ -53,7 +53,7 @@ class ModuleModes:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModuleModes:
-        """Returns what a model's modules are in now."""
+        """Returns the modes of a model's modules now."""
         every = model.named_modules()
         return cls(model.training, frozenset(n for n, m in every if m.training != model.training))
 
@@ -80,16 +80,16 @@ def in_modes(model: nn.Module, modes: ModuleModes) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Edition:
-    """What runs a model in one mode, at the buckets or at another length.
+    """The traces, plans and graphs of a model in one mode, at the buckets or another length.
 
     Attributes:
-        modes: of the model's modules.
-        buckets: that it is for.
-        planned: traces and plans of these.
-        followed: the model's state that the traces are of.
-        verifier: compares them with the model.
-        dispatch: runs calls; editions of the same graphs share one.
-        text: what is the same on ranks that run the same graphs.
+        modes: modes of the model's modules.
+        buckets: buckets that it is for.
+        planned: traces and plans of these buckets.
+        followed: state of the model that the traces are of.
+        verifier: verifier that compares the graphs with the model.
+        dispatch: dispatch that runs calls; editions of the same graphs share one.
+        text: text that is the same on ranks that run the same graphs.
     """
 
     modes: ModuleModes
@@ -109,7 +109,7 @@ class Edition:
         verifier: Verifier,
         dispatch: Dispatch,
     ) -> Edition:
-        """Returns what runs a model as it is now."""
+        """Returns the edition of a model as it is now."""
         modes = ModuleModes.of(model)
         hashes = " ".join(v.traced.program.graph_hash for v in planned.traces)
         text = f"graphs {hashes} of {modes}"
@@ -121,7 +121,7 @@ class Edition:
     def call_text(
         self, number: int, bucket: Bucket, sizes: Mapping[str, int], inputs: Mapping[str, Tensor]
     ) -> list[str]:
-        """Returns what the ranks of a group must have in common for their call of this number."""
+        """Returns texts that ranks of a group must have alike for their call of this number."""
         own = Bucket.of({n: size for n, size in sizes.items() if n != BATCH})
         at = bucket if own.dims == bucket.shape_key else f"{own}, within {bucket},"
         what = [f"{at} with batch {sizes.get(BATCH, 1)}, call {number}", self.text]
@@ -139,14 +139,14 @@ class Editions:
     """All editions of a compiled model; makes those that are missing.
 
     Args:
-        model: the user's.
-        first: what `dcpc.compile` made.
-        prepare: makes what runs of programs, as `dcpc.compile` did.
-        make_dispatch: makes what runs calls.
-        device_type: where the model is.
+        model: model of the user.
+        first: edition that `dcpc.compile` made.
+        prepare: function that makes runnables of programs, as `dcpc.compile` did.
+        make_dispatch: function that makes the dispatch of an edition.
+        device_type: kind of device that the model is on.
 
     Attributes:
-        first: the same.
+        first: edition that `dcpc.compile` made.
         partly: whether buckets may fit on no rank alone, as of a model in stages.
     """
 
@@ -169,7 +169,7 @@ class Editions:
         self._alike = {first.modes: True}
 
     def now(self) -> tuple[Edition, DcpcError | None]:
-        """Returns what runs the model as it is, and why it cannot; None: it can.
+        """Returns the edition of the model as it is, and its problem; None: it can run.
 
         Not raised here: ranks that are about to do something together have to tell each other.
         """
@@ -185,7 +185,7 @@ class Editions:
         return self._last, problem or self._postponed()
 
     def alike(self) -> bool:
-        """Whether the model as it is has the graphs of the first edition; captured to be known.
+        """Whether the model as it is has the graphs of the first edition; it is captured for it.
 
         Raises:
             DcpcError: it cannot be captured, or something else of it changed.
@@ -211,7 +211,7 @@ class Editions:
             return self.first.verifier.postponed_problem()
 
     def _made(self, modes: ModuleModes) -> Edition:
-        """Returns the edition of other modes, and takes it down."""
+        """Makes the edition of other modes, keeps it, and returns it."""
         model, first = self._model, self.first
         with in_modes(model, first.modes):  # what else changed is followed, or refused
             problem = first.followed.problem(model)
@@ -230,13 +230,13 @@ class Editions:
         return made
 
     def with_outputs(self, base: Edition, kind: str) -> tuple[Edition, DcpcError | None]:
-        """Returns what runs the buckets and returns what forward does; why it cannot, or None.
+        """Returns the edition whose graphs return forward's outputs, and its problem or None.
 
         Not raised here, as in `now`.
 
         Args:
-            base: of the model's modes.
-            kind: how outputs come back.
+            base: edition of the model's modes.
+            kind: kind of the outputs, "gathered" or "sharded".
         """
         found = self._with_outputs.get((base.modes, kind))
         if found is not None and found.followed.holds(self._model):
@@ -254,12 +254,12 @@ class Editions:
         return found, None
 
     def at(self, base: Edition, sizes: Mapping[str, int], larger: Bucket) -> Edition:
-        """Returns what runs a length besides the buckets, at the degree of one that holds it.
+        """Returns the edition of another length, at the degree of a bucket that holds it.
 
         Args:
-            base: of the model's modes.
+            base: edition of the model's modes.
             sizes: length of every dim.
-            larger: the bucket.
+            larger: bucket that holds this length.
 
         Raises:
             TraceError: forward does something else at this length than at the buckets.
@@ -315,12 +315,12 @@ class Editions:
         """Returns an edition of the model as it is, compared with it.
 
         Args:
-            buckets: of the edition.
-            by_bucket: what runs each.
-            degrees: of each.
-            start_s: since when it is made.
-            loss: that it is traced with.
-            base: whose graphs these are, which are compared; None: they are new.
+            buckets: buckets of the edition.
+            by_bucket: runnable of each bucket.
+            degrees: degree of each bucket.
+            start_s: time at which its making began.
+            loss: loss function that it is traced with.
+            base: edition whose graphs, compared before, it has; None: they are new.
 
         Raises:
             PlanError: a bucket does not fit.

@@ -61,7 +61,7 @@ def refuse_arguments(
 
 @contextmanager
 def in_eval(model: nn.Module) -> Iterator[None]:
-    """Has a model in eval() in its block, and every module as it was after it."""
+    """Puts a model into eval() within its block, and every module back after it."""
     was, modes = model.training, [(m, m.training) for m in model.modules()]
     model.eval()
     try:
@@ -80,9 +80,9 @@ def filled_up(
     That padding changes no number is looked up at small lengths, once for these values.
 
     Args:
-        edition: of the mode that the model is in.
-        inputs: by name.
-        pad: what each input is filled up with.
+        edition: edition of the mode that the model is in.
+        inputs: tensors by input name.
+        pad: value that each input is filled up with.
 
     Raises:
         DispatchError: an input has no value in `pad`, or padding changes the loss.
@@ -115,12 +115,12 @@ def filled_up(
 
 
 def length_edition(editions: Editions, base: Edition, inputs: Mapping[str, Tensor]) -> Edition:
-    """Returns what runs a batch at its very lengths.
+    """Returns the edition of a batch's very lengths.
 
     Args:
-        editions: of the model.
-        base: of the mode that it is in.
-        inputs: by name.
+        editions: editions of the model.
+        base: edition of the mode that it is in.
+        inputs: tensors by input name.
     """
     bucket, sizes = base.buckets.match(*shapes_and_dtypes(inputs))
     if all(sizes[name] == size for name, size in bucket.shape_key):

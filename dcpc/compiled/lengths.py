@@ -11,7 +11,7 @@ from dcpc.plan.traced import Traced
 
 
 class TraceLengths:
-    """What lengths the traces of a plan are right at.
+    """The lengths at which the traces of a plan are right.
 
     Attributes:
         compiled_anew: bucket of which Inductor would compile each length by itself -> the name of a
@@ -22,7 +22,7 @@ class TraceLengths:
         """Looks through each trace once.
 
         Args:
-            planned: the traces of all buckets.
+            planned: plan with the traces of all buckets.
         """
         self._by_bucket = planned.by_bucket
         calls = {id(v): _call_compiled_anew(v.traced) for v in planned.traces}
@@ -39,7 +39,7 @@ class TraceLengths:
         """Whether the graphs of a bucket are right at some lengths.
 
         Args:
-            bucket: as long in each dim, or longer.
+            bucket: bucket that is as long in each dim, or longer.
             sizes: length of each named dim, the batch left out.
         """
         key = bucket, Bucket.of(sizes)
@@ -58,7 +58,7 @@ class TraceLengths:
         """Refuses lengths that are not a bucket's and at which its graphs are not right.
 
         Args:
-            bucket: as long in each dim, or longer.
+            bucket: bucket that is as long in each dim, or longer.
             sizes: length of each named dim, the batch left out.
             what: has these lengths: "call" or "micro-batch".
 

@@ -28,9 +28,8 @@ from dcpc.fx.writes import WriteLog
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import checksum
-from dcpc.runtime.parameters.gathered import GatheredStore
 from dcpc.runtime.parameters.hollow import hollow
-from dcpc.runtime.parameters.modes import store_of
+from dcpc.runtime.parameters.modes import kind_of, store_of
 from dcpc.runtime.parameters.store import ParameterStore
 from dcpc.trace.capture.module_state import holding, put_in_place
 
@@ -51,22 +50,25 @@ def made_real(
     Collective over all ranks.
 
     Args:
-        model: the user's; it holds new tensors afterwards.
+        model: model of the user; it holds new tensors afterwards.
         mode: way to hold the parameters, as for `store_of`.
         groups: the process groups.
-        init: as for `dcpc.materialize`.
-        block: ranks that share the parameters out; 0: all.
+        init: way to make values, as for `dcpc.materialize`.
+        block: number of ranks that share the parameters out; 0: all.
 
     Raises:
         DispatchError: as for `dcpc.materialize`; the model is as it was.
         GroupError: ranks initialised to different values, or one did not arrive.
     """
-    modules = [_MetaModule(n, m, own) for n, m in _children_first("", model) if (own := _own(m))]
+    modules = [
+        _MetaModule(n, m, own) for n, m in _children_first("", model) if (own := _meta_tensors(m))
+    ]
     _check_init(modules, init)
     device = groups.device
     _check_parameters(model, device)
     meta = [p for p in model.parameters() if p.is_meta]
-    made = {id(p): p if mode == GatheredStore.mode else hollow(p, device) for p in meta}
+    kept = kind_of(mode, groups).keeps_meta
+    made = {id(p): p if kept else hollow(p, device) for p in meta}
     store = store_of(mode, [made.get(id(p), p) for p in model.parameters()], groups, block)
     filling = _Filling(store, made, device)
     problem = _fill(modules, filling, init, groups)
@@ -84,8 +86,8 @@ class _MetaModule:
     """A module with tensors of its own on the meta device.
 
     Attributes:
-        name: in the model.
-        module: it.
+        name: name in the model.
+        module: module itself.
         own: name of a parameter or buffer of its own -> the tensor on the meta device.
     """
 
@@ -104,15 +106,15 @@ class _MetaModule:
 
 @dataclass(slots=True)
 class _Filling:
-    """What has values so far.
+    """The tensors that have values so far.
 
     Attributes:
-        store: of the parameters.
-        made: id of a parameter on the meta device -> the store's own.
-        device: where they are.
-        buffers: id of a buffer on the meta device -> one with values.
+        store: store of the parameters.
+        made: id of a parameter on the meta device -> parameter of the store.
+        device: device that they are on.
+        buffers: id of a buffer on the meta device -> buffer with values.
         filled: ids of the tensors on the meta device for which there are values.
-        digest: of all values in their order.
+        digest: digest of all values in their order.
     """
 
     store: ParameterStore
@@ -126,14 +128,14 @@ class _Filling:
         """Takes a value for a parameter or buffer of the meta device, in place of one before.
 
         Args:
-            at: on the meta device.
-            value: of its shape, whole.
+            at: tensor on the meta device.
+            value: whole tensor of its shape.
         """
         self.digest.update(checksum(value).to_bytes(8, "little"))
         if id(at) not in self.made:
             # The graphs were made for its strides, whatever init put in its place.
             same = value.stride() == at.stride() and value.device == self.device
-            self.buffers[id(at)] = value if same else _unset(at, self.device).copy_(value)
+            self.buffers[id(at)] = value if same else _nan_like(at, self.device).copy_(value)
         else:
             self.store.fill(self.made[id(at)], value.detach())
         self.filled.add(id(at))
@@ -142,13 +144,13 @@ class _Filling:
 def _fill(
     modules: list[_MetaModule], filling: _Filling, init: Init, groups: Groups
 ) -> DcpcError | None:
-    """Returns what init did wrong; not raised, as ranks have to tell each other first."""
+    """Returns init's error; it is not raised here, as ranks have to tell each other first."""
     try:
         with _random_numbers_of_first(groups), torch.no_grad():
             for each in modules:
                 if isinstance(init, str):
                     for tensor in each.own.values():  # one that is tied gets the same again
-                        filling.take(tensor, _unset(tensor, filling.device, whole=False))
+                        filling.take(tensor, _nan_like(tensor, filling.device, whole=False))
                 else:
                     _initialise(each, filling, init)
     except DcpcError as e:
@@ -166,8 +168,8 @@ def _fill(
 
 
 def _initialise(each: _MetaModule, filling: _Filling, init: Callable[..., object] | None) -> None:
-    """Gives the tensors of one module values, and what a rank keeps of them to the store."""
-    real = {id(t): _unset(t, _CPU) for t in each.own.values()}
+    """Gives the tensors of one module values, and stores the part that this rank keeps."""
+    real = {id(t): _nan_like(t, _CPU) for t in each.own.values()}
     places = {key: t.untyped_storage().data_ptr() for key, t in real.items()}
     module = each.module
     with holding(module, real), WriteLog() as log:
@@ -203,14 +205,7 @@ def _initialise(each: _MetaModule, filling: _Filling, init: Callable[..., object
 def _value(
     now: Tensor | None, at: Tensor, places: Mapping[int, int], log: WriteLog
 ) -> Tensor | None:
-    """Returns a tensor of a module, as init left it, if that gave it values.
-
-    Args:
-        now: it.
-        at: on the meta device.
-        places: id of one on the meta device -> where what init was given for it lies.
-        log: what init wrote to.
-    """
+    """Returns a module's tensor `now`, as init left it, if init gave it values; else None."""
     if now is None or now.is_meta or now.shape != at.shape or now.dtype != at.dtype:
         return None
     place = now.untyped_storage().data_ptr()
@@ -218,12 +213,12 @@ def _value(
     return now if was_set else None
 
 
-def _unset(at: Tensor, device: torch.device, whole: bool = True) -> Tensor:
+def _nan_like(at: Tensor, device: torch.device, whole: bool = True) -> Tensor:
     """Returns a tensor like one of the meta device, all NaN (0 if it has none of these).
 
     Args:
-        at: on the meta device.
-        device: where it shall be.
+        at: tensor on the meta device.
+        device: device of the new tensor.
         whole: whether it has memory for each element; else for one.
     """
     nan = math.nan if at.is_floating_point() or at.is_complex() else 0
@@ -233,7 +228,7 @@ def _unset(at: Tensor, device: torch.device, whole: bool = True) -> Tensor:
     return nn.Parameter(made, at.requires_grad) if isinstance(at, nn.Parameter) else made
 
 
-def _own(module: nn.Module) -> dict[str, Tensor]:
+def _meta_tensors(module: nn.Module) -> dict[str, Tensor]:
     held = {**module._parameters, **module._buffers}
     return {name: t for name, t in held.items() if t is not None and t.is_meta}
 

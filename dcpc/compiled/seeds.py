@@ -19,14 +19,14 @@ class Seeds:
     """Seeds of train steps and of calls by hand.
 
     Attributes:
-        base: of train steps, the same on every rank.
+        base: seed that those of train steps follow from, the same on every rank.
     """
 
     def __init__(self, base: int, groups: Groups) -> None:
-        """Takes a base down.
+        """Keeps a base seed.
 
         Args:
-            base: of train steps.
+            base: seed that those of train steps follow from.
             groups: process groups, whose ranks make calls by hand together.
         """
         self.base = base

@@ -43,9 +43,9 @@ class TighterPlans:
     """The plans and tables of a compiled model, tightened where memory was short.
 
     Attributes:
-        planned: what the model was planned for.
-        plans: the setting of each bucket; written to.
-        tables: the rows of each bucket; written to.
+        planned: plan of the model, with its request.
+        plans: setting of each bucket; written to.
+        tables: rows of each bucket; written to.
         groups: the process groups.
         budgets: bucket -> bytes that a rank may need by prediction, where it ran out of memory.
         counts: bucket -> how often it ran out of memory.
@@ -62,11 +62,11 @@ class TighterPlans:
     _least: set[tuple[Bucket, Setting]] = field(default_factory=set)  # failed in this step
 
     def run(self, step: Step, attempt: Callable[[Step], StepResult]) -> tuple[Step, StepResult]:
-        """Returns what comes of a step, and the step as it ran; collective over all ranks.
+        """Returns the step as it ran, and its result; collective over all ranks.
 
         Args:
-            step: from the loader.
-            attempt: runs one.
+            step: step of the loader.
+            attempt: function that runs a step.
 
         Raises:
             PlanError: on all ranks: nothing smaller is left to try, or the step is of no loader.
@@ -83,7 +83,7 @@ class TighterPlans:
         raise AssertionError("repeats are bounded")
 
     def report(self) -> str:
-        """Returns what buckets may need since they ran out of memory; lines."""
+        """Returns a line for each bucket that ran out of memory, with its limit since then."""
         within = {b: f"; planned within {bytes_text(n)} of a rank since"
                   for b, n in self.budgets.items()}  # fmt: skip
         return "".join(
@@ -105,11 +105,6 @@ class TighterPlans:
     def _after(self, step: Step, shortages: Sequence[Shortage], repeats: int) -> Step:
         """Returns the step planned again with the settings that failed withdrawn; collective.
 
-        Args:
-            step: that was given up.
-            shortages: of all ranks, at least one.
-            repeats: how often this step was run again before.
-
         Raises:
             PlanError: on all ranks: there is no smaller setting, or the step has been repeated
                 often enough.
@@ -119,7 +114,7 @@ class TighterPlans:
         for (bucket, setting), shortage in by_setting.items():
             told = (
                 f"step {step.index} of epoch {step.epoch}: rank {shortage.rank} ran out of memory"
-                f"{_wanted(shortage)} in a micro-batch of {bucket}"
+                f"{_allocation_text(shortage)} in a micro-batch of {bucket}"
             )
             if repeats >= REPEATS:
                 raise PlanError(
@@ -156,10 +151,10 @@ class TighterPlans:
         """Plans a bucket with less memory than a setting was to need; collective.
 
         Args:
-            bucket: which one.
-            setting: that ran out of memory.
-            cut: share of what it was to need besides the model that is not to be needed now.
-            told: who did, for the error.
+            bucket: bucket to plan again.
+            setting: setting that ran out of memory.
+            cut: share to leave out of the bytes that it was to need besides the model.
+            told: text on the rank that ran out, for the error.
 
         Returns:
             The setting, and what takes its place, in words.
@@ -168,14 +163,14 @@ class TighterPlans:
             PlanError: on all ranks: none needs less, and it has failed before in this step.
         """
         request = self.planned.request
-        row = next((r for r in self.tables[bucket] if _of(r) == setting), None)
+        row = next((r for r in self.tables[bucket] if _row_setting(r) == setting), None)
         needed = request.memory_bytes if row is None else row.needed_bytes
         needed = min(needed, self.budgets.get(bucket, needed))
         own = request.resident_bytes
         cuts = (cut, cut / 2, cut / 4)  # the least that there is may be more than the first leaves
         budgets = [*(own + int((1 - each) * (needed - own)) for each in cuts), needed - 1]
         found = json.loads(from_first(self.groups, json.dumps(self._found(bucket, budgets))))
-        old = f"{_words(setting, row)}, which was to need {bytes_text(needed)} of a rank"
+        old = f"{_setting_text(setting, row)}, which was to need {bytes_text(needed)} of a rank"
         self.counts[bucket] = self.counts.get(bucket, 0) + 1
         if not found:
             if (bucket, setting) in self._least:
@@ -224,11 +219,11 @@ def _setting(mb: PlannedMicroBatch) -> Setting:
     return Setting(mb.sp, mb.micro_batch, mb.menu_step)
 
 
-def _of(row: TriedRow) -> Setting:
+def _row_setting(row: TriedRow) -> Setting:
     return Setting(row.sp, row.micro_batch, row.menu_step)
 
 
-def _words(setting: Setting, row: TriedRow | None) -> str:
+def _setting_text(setting: Setting, row: TriedRow | None) -> str:
     of = "" if row is None else f" of {row.steps}"
     return (
         f"sp {setting.sp}, micro-batch {setting.micro_batch}, {setting.menu_step}{of} steps of "
@@ -236,7 +231,7 @@ def _words(setting: Setting, row: TriedRow | None) -> str:
     )
 
 
-def _wanted(shortage: Shortage) -> str:
+def _allocation_text(shortage: Shortage) -> str:
     if not shortage.wanted_bytes:
         return ""
     return f" (an allocation of {bytes_text(shortage.wanted_bytes)} failed)"

@@ -1,4 +1,4 @@
-"""What users hold: an `nn.Module` that runs the variant of each call's shape."""
+"""The compiled model: an `nn.Module` that runs the variant of each call's shape."""
 
 from dcpc.compiled.model.core import ModelCore
 from dcpc.compiled.model.insight import ModelInsight

@@ -1,4 +1,4 @@
-"""What the parts of a compiled model share: the model, its plans, its store, its graphs."""
+"""The state that all parts of a compiled model share: model, plans, store and graphs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from dcpc.plan.choose import TriedRow
 from dcpc.plan.planning import Planned
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
-from dcpc.runtime.parameters.gathered import GatheredStore
 from dcpc.runtime.parameters.modes import shared_out, store_of
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
 from dcpc.runtime.parameters.store import ParameterStore, WholeStore
@@ -29,21 +28,21 @@ from dcpc.verify import Verifier
 
 
 class ModelCore:
-    """What `dcpc.compile` has made, and what follows it while the model is used.
+    """The results of `dcpc.compile`, and the state that changes while the model is used.
 
     Args:
-        base_seed: seed of all random numbers.
-        verifier: compares the graphs with the model.
-        prepare: makes what runs of programs, as `dcpc.compile` did.
-        unpad: which calls run without padding, as for `Unpadding`.
+        base_seed: seed that all random numbers of train steps follow from.
+        verifier: verifier that compares the graphs with the model.
+        prepare: function that makes runnables of programs, as `dcpc.compile` did.
+        unpad: mode of calls without padding, as for `Unpadding`.
 
     Attributes:
         plans: setting of each bucket. One object: reports read what is planned again, too.
         tables: settings of each bucket that plans choose from.
         unmade: whether the model is on the meta device, until `dcpc.materialize`.
-        store: who holds what of the parameters; nothing while it is unmade.
+        store: store of the parameters; empty while the model is unmade.
         comm_bucket_bytes: bytes of gradients that are sent at once.
-        calls: how often ranks that meet have called the model.
+        calls: number of calls by hand, by which ranks that meet know which one they are in.
     """
 
     def __init__(
@@ -71,8 +70,7 @@ class ModelCore:
         if not self.unmade:
             asked = planned.request
             self.store = store_of(asked.parameters, model.parameters(), groups, asked.block)
-            if isinstance(self.store, GatheredStore):
-                self.store.install(model)
+            self.store.install(model)
         self.seeds = Seeds(base_seed, groups)
         self.tighter = TighterPlans(planned, self.plans, tables, groups)
         self.dispatch = Dispatch(buckets, planned, groups, self.seeds, self.store, unpad)
@@ -87,7 +85,7 @@ class ModelCore:
         self.agreed = AgreedState(model, planned, groups)
 
     def refuse_unmade(self, what: str) -> None:
-        """Refuses what is done with parameters, by its name, before they have memory."""
+        """Refuses a use of parameters, by its name, before they have memory."""
         if self.unmade:
             raise DispatchError(
                 f"got {what} of a model on the meta device, whose parameters have no memory and no "

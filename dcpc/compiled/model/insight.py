@@ -1,4 +1,4 @@
-"""What a compiled model tells of its plans, its costs and what has run."""
+"""Reports of a compiled model: its plans, its costs, and counts of calls and steps."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ModelInsight:
     """Plans, costs and counts of a compiled model.
 
     Args:
-        core: what its parts share.
-        staging: why the model runs in stages, or does not; "": nobody asked.
+        core: state that all parts of the model share.
+        staging: reason why the model runs in stages, or does not; "": nobody asked.
     """
 
     def __init__(self, core: ModelCore, staging: str = "") -> None:
@@ -57,7 +57,7 @@ class ModelInsight:
         """Returns a bucket's predicted costs on the fullest rank.
 
         Args:
-            bucket: which one; a batch among its sizes is as `batch`.
+            bucket: bucket, or its sizes; a batch among the sizes is as `batch`.
             batch: samples in the micro-batch; default: the planned ones.
 
         Raises:
@@ -79,11 +79,11 @@ class ModelInsight:
         return priced.at(placement).predict(plan.menu_step, sizes)
 
     def own_lengths(self, multiple: int | None) -> OwnLengths:
-        """Returns at which lengths besides the buckets' the graphs run, and what that saves.
+        """Returns the lengths besides the buckets' at which the graphs run, with their seconds.
 
         Args:
-            multiple: what lengths are rounded up to. Default: 64 on a GPU where the inputs have one
-                named dim besides `batch`, else 1.
+            multiple: number that lengths are rounded up to. Default: 64 on a GPU where the inputs
+                have one named dim besides `batch`, else 1.
         """
         core = self.core
         one = len([n for n in core.buckets.names if n != BATCH]) == 1
@@ -121,16 +121,16 @@ class ModelInsight:
 
     @property
     def replans(self) -> int:
-        """How often rows of the tables were replaced by others."""
+        """Number of times that rows of the tables were replaced by others."""
         return self.core.tighter.changes
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """How fast ranks are beside the fastest one, as plans are made now; nothing: all alike."""
+        """Speeds of the ranks beside the fastest one, as plans are made now; empty: all alike."""
         return self.core.learned.speeds
 
     def stats(self) -> Stats:
-        """Returns counts of what has run on this rank."""
+        """Returns counts and seconds of this rank's calls and steps so far."""
         stats = self.core.dispatch.stats
         every = [self.core.editions.first, *self.core.editions.made_later]
         traces = {id(v): v for e in every for v in e.planned.traces}
@@ -142,10 +142,5 @@ class ModelInsight:
         return stats
 
     def _bucket(self, bucket: Bucket | Mapping[str, int], what: str) -> Bucket:
-        """Returns a bucket by its sizes.
-
-        Args:
-            bucket: it, or its sizes.
-            what: name of the report that it is for.
-        """
+        """Returns a bucket by its sizes."""
         return self.core.planned.find(bucket.sizes if isinstance(bucket, Bucket) else bucket)

@@ -27,7 +27,7 @@ class CompiledModel(nn.Module):
     """
 
     def __init__(self, core: ModelCore, execution: ModelExecution, insight: ModelInsight) -> None:
-        """Puts together what `dcpc.compile` made; users call that."""
+        """Puts the parts together that `dcpc.compile` made; users call that."""
         super().__init__()
         self.model, self.training = core.model, core.model.training
         self.buckets, self.planned, self.groups = core.buckets, core.planned, core.groups
@@ -175,7 +175,7 @@ class CompiledModel(nn.Module):
         return dict.fromkeys((*own._modules, *own._parameters, *own._buffers), "module")
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what the model has under a name that the compiled model has not."""
+        """Returns the model's attribute of a name that the compiled model lacks."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -45,10 +45,10 @@ class ModelExecution(Protocol):
     def call(
         self, edition: Edition, problem: DcpcError | None, inputs: dict[str, Tensor]
     ) -> tuple[Any, ...]:
-        """Returns what an edition makes of inputs, once ranks that meet agree on both."""
+        """Returns an edition's outputs of inputs, once ranks that meet agree on both."""
 
     def of_step(self, step: Step, edition: Edition, state: StepState) -> StepOfEdition:
-        """Returns what runs a step with an edition, from a state that ranks compare."""
+        """Returns the execution of a step by an edition, from a state that ranks compare."""
 
     def clip(self, max_norm: float) -> float:
         """Scales the summed gradient down to a largest norm; returns its norm before."""
@@ -59,8 +59,8 @@ class ModelOnGroup:
     """Runs each call and micro-batch on a group of ranks; it is a `ModelExecution`.
 
     Attributes:
-        core: what parts of a compiled model share.
-        planner: none besides the loader's own.
+        core: state that all parts of the model share.
+        planner: None, as the loader's own planner plans its batches.
     """
 
     core: ModelCore
@@ -84,7 +84,7 @@ class ModelOnGroup:
     def call(
         self, edition: Edition, problem: DcpcError | None, inputs: dict[str, Tensor]
     ) -> tuple[Any, ...]:
-        """Returns what an edition makes of inputs, once the ranks of a group agree on them."""
+        """Returns an edition's outputs of inputs, once the ranks of a group agree on them."""
         core, dispatch = self.core, edition.dispatch
         bucket, sizes = dispatch.match(inputs)
         core.calls += 1
@@ -103,7 +103,7 @@ class ModelOnGroup:
             return dispatch.run_call(bucket, sizes, inputs, setting)
 
     def of_step(self, step: Step, edition: Edition, state: StepState) -> StepOfEdition:
-        """Returns what runs a step's micro-batches, each on the ranks of its group."""
+        """Returns the execution of a step's micro-batches, each on the ranks of its group."""
         core, dispatch, made = self.core, edition.dispatch, edition.planned.loss
         outputs = StepOutputs(made) if isinstance(made, WithOutputs) else None
         run, told = StepRun(step, dispatch, outputs), state

@@ -1,1 +1,1 @@
-"""What a model's forward returns besides its loss: all tensors of it, in its own structure."""
+"""The outputs of forward besides its loss: all of its tensors, in their own structure."""

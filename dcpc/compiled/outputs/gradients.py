@@ -17,14 +17,14 @@ from dcpc.ir import Program
 def refusing_gradients(
     program: Program, tensors: Sequence[Tensor | OutputPiece]
 ) -> tuple[Tensor | OutputPiece, ...]:
-    """Returns what a call returned, where what would learn in the plain model refuses a gradient.
+    """Returns a call's outputs, of which those that would learn refuse a gradient.
 
     Without `torch.no_grad()` these tensors require a gradient, as in the plain model; they keep no
     activations alive.
 
     Args:
-        program: that returned them.
-        tensors: the loss, then the outputs, or pieces of them.
+        program: program that returned them.
+        tensors: loss, then the outputs, or pieces of them.
     """
     if not torch.is_grad_enabled():
         return tuple(tensors)

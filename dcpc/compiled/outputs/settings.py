@@ -1,4 +1,4 @@
-"""How much micro-batches recompute in a step that gives outputs back, which take memory, too.
+"""Chooses the recompute of a step's micro-batches whose outputs, given back, take memory, too.
 
 Steps are planned for graphs that return the loss alone. Those that return more have another menu of
 recompute and another peak, and what earlier micro-batches of the step gave back is still there.
@@ -27,8 +27,8 @@ class _PricedStep:
     """A number of steps of recompute that was priced.
 
     Attributes:
-        menu_step: how many.
-        needed_bytes: of a rank, all that stays included.
+        menu_step: number of steps.
+        needed_bytes: bytes of a rank, all that stays included.
     """
 
     menu_step: int
@@ -39,8 +39,8 @@ class OutputSettings:
     """Chooses the least recompute with which the micro-batches of a step fit, outputs included.
 
     Args:
-        planned: of the graphs that return outputs.
-        dispatch: runs them; gets what is chosen.
+        planned: plan of the graphs that return outputs.
+        dispatch: dispatch that runs them, and gets the chosen steps of recompute.
         groups: the process groups.
     """
 
@@ -52,7 +52,7 @@ class OutputSettings:
         """Chooses for each micro-batch of a step; collective over all ranks.
 
         Args:
-            plan: of the step.
+            plan: plan of the step.
             budgets: bucket -> bytes that a rank may need, where it is less than was asked for.
 
         Raises:
@@ -87,7 +87,7 @@ class OutputSettings:
         return room
 
     def output_bytes(self, mb: PlannedMicroBatch) -> int:
-        """Returns the bytes of what a micro-batch gives back besides its loss."""
+        """Returns the bytes of a micro-batch's outputs besides its loss."""
         program = self._planned.by_bucket[mb.bucket].traced.program
         dims = program.dims({**mb.shape.sizes, BATCH: mb.batch})
         whole = {n: int(program.info[n].size_bytes.subs(dims)) for n in program.outputs[1:]}

@@ -1,4 +1,4 @@
-"""One run of a step: its micro-batches, and what they give back besides the loss."""
+"""One run of a step: its micro-batches, and their outputs besides the loss."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from dcpc.runtime.step.result import MicroBatchOutputs
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """Keeps what micro-batches return.
+    """Keeps the outputs of micro-batches.
 
     Attributes:
-        made: restores the structure of what forward returned.
+        made: object that restores the structure of forward's outputs.
     """
 
     made: WithOutputs
     _given: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)
 
     def keep(self, mb: MicroBatch, tensors: Sequence[Any]) -> None:
-        """Keeps what a micro-batch returned, the loss first."""
+        """Keeps the outputs of a micro-batch, the loss first."""
         loss, *others = tensors
         self._given[mb.number] = self.made.restored([loss.detach(), *others])
 
     def of(self, step: Step) -> tuple[MicroBatchOutputs, ...]:
-        """Returns what each micro-batch of this rank returned, in order; nothing if it ran none."""
+        """Returns the outputs of this rank's micro-batches, in order; empty if it ran none."""
         none = (None, None)
         every = step.micro_batches
         return tuple(MicroBatchOutputs(mb, *self._given.get(mb.number, none)) for mb in every)
@@ -42,9 +42,9 @@ class StepRun:
     """Runs the micro-batches of a step.
 
     Attributes:
-        step: which one.
-        dispatch: runs them.
-        outputs: keeps what forward returned; None: no outputs are asked for.
+        step: step that is run.
+        dispatch: dispatch that runs them.
+        outputs: keeper of forward's outputs; None: none are asked for.
     """
 
     step: Step
@@ -52,11 +52,11 @@ class StepRun:
     outputs: StepOutputs | None
 
     def __call__(self, mb: MicroBatch, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Returns the loss of a micro-batch, and keeps what is returned besides.
+        """Returns the loss of a micro-batch, and keeps its other outputs.
 
         Args:
-            mb: which one.
-            inputs: of it, on the device.
+            mb: micro-batch to run.
+            inputs: inputs of the micro-batch, on the device.
         """
         found = self.dispatch.run_micro_batch(self.step, mb, inputs)
         if self.outputs is not None:

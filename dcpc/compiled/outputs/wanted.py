@@ -1,4 +1,4 @@
-"""What a forward returns besides its loss: its tensors for the trace, and its own structure."""
+"""Takes the tensors out of forward's outputs, and puts them back into their structure."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def output_kind(who: str, outputs: object) -> str:
     """Returns one of `KINDS`, or "" where no outputs are asked for.
 
     Args:
-        who: is asked, such as "a call".
-        outputs: what the user gave: a kind, or a bool; True means "gathered".
+        who: name of the call that is asked, such as "a call".
+        outputs: value that the user gave: a kind, or a bool; True means "gathered".
 
     Raises:
         DispatchError: it is neither.
@@ -46,12 +46,9 @@ class WithOutputs:
     """Takes the place of a model's `loss=`: returns its loss, then all other tensors, detached.
 
     Args:
-        model: the user's.
-        loss: the user's `loss=`; None: forward returned the loss.
-        kind: one of `KINDS`.
-
-    Attributes:
-        kind: the same.
+        model: model of the user.
+        loss: loss function, the user's `loss=`; None: forward returned the loss.
+        kind: kind of the outputs, one of `KINDS`.
     """
 
     def __init__(self, model: nn.Module, loss: Loss | None, kind: str) -> None:
@@ -61,11 +58,11 @@ class WithOutputs:
         self._known: tuple[TreeSpec, list[Any]] | None = None
 
     def __call__(self, outputs: Any, **inputs: Tensor) -> AllOutputs:
-        """Returns the loss and the tensors in what forward returned.
+        """Returns the loss and the other tensors in forward's outputs.
 
         Args:
-            outputs: what forward returned.
-            inputs: all of the call's, by name.
+            outputs: value that forward returned.
+            inputs: inputs of the call, by name.
 
         Raises:
             TraceError: there is something else in it, or another structure than the last time.
@@ -93,10 +90,10 @@ class WithOutputs:
         return AllOutputs((loss, *others))
 
     def restored(self, tensors: Sequence[Any]) -> tuple[Tensor, Any]:
-        """Returns the loss, and what forward returns.
+        """Returns the loss, and forward's outputs in their own structure.
 
         Args:
-            tensors: in the order of a call's; or pieces of them.
+            tensors: tensors in the order of a call's, or pieces of them.
         """
         assert self._known is not None, "a trace has called it"
         spec, (plain, kinds) = self._known
@@ -112,7 +109,7 @@ class WithOutputs:
 
 
 def _kind(leaf: Any) -> int:
-    """Returns what a leaf is that is not the loss; an integer beyond 64 bits is a constant."""
+    """Returns the kind of a leaf other than the loss; integers beyond 64 bits are constants."""
     if isinstance(leaf, Tensor):
         return TENSOR
     if type(leaf) not in _NUMBERS or (type(leaf) is int and not -(1 << 63) <= leaf < 1 << 63):

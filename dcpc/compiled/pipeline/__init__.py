@@ -1,4 +1,4 @@
-"""A model in pipeline stages: where it is cut, the graphs of each stage, what runs them."""
+"""A model in pipeline stages: where it is cut, the graphs of each stage, their execution."""
 
 from dcpc.compiled.pipeline.chain import CallChain, chain_of
 from dcpc.compiled.pipeline.costs import MixedBucket, ProgramCosts, StageDevice

@@ -1,4 +1,4 @@
-"""Where all traces of a model may be cut: the same place of the model in each of their chains.
+"""Finds where all traces of a model may be cut: at the same place of the model in each chain.
 
     clips    embed | s0 | t0 | s1 | t1 | loss      Two borders are one place if the parameters that
     images   embed |  s0     |  s1     | loss      both traces read lie on the same sides of them.
@@ -33,7 +33,7 @@ class CommonBorders:
     """Places at which every trace of a model may be cut.
 
     Attributes:
-        at: of each place the number of the border in each trace's chain, in rising order; the first
+        at: numbers of each place's border in the traces' chains, in rising order; the first
             and the last place are the ends of all chains.
     """
 
@@ -63,9 +63,10 @@ def common_borders(
     """Returns where all traces may be cut; of one trace its own borders.
 
     Args:
-        traces: of one model.
-        chains: of each of them.
-        dims: of each the lengths at which bytes are weighed: of many places the narrowest are left.
+        traces: traces of one model.
+        chains: chain of each trace.
+        dims: lengths of each trace at which bytes are weighed: of many places the narrowest are
+            left.
     """
     if len(traces) == 1:
         return CommonBorders(tuple((border,) for border in range(len(chains[0].borders))))
@@ -95,9 +96,9 @@ def borders_like(
     """Returns where another program of a model is cut so that its stages have the same parameters.
 
     Args:
-        borders: numbers of the borders at which a program is cut, its ends included.
-        cut: that program and its chain.
-        other: program of the same model, and its chain.
+        borders: numbers of the borders at which the first program is cut, its ends included.
+        cut: first program and its chain.
+        other: other program of the same model, and its chain.
         dims: lengths of the other program at which bytes are weighed: of several places the
             narrowest is taken.
 
@@ -129,7 +130,7 @@ def _ways(numbers: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 
 
 def _sides(traces: Sequence[Traced], chains: Sequence[CallChain]) -> list[list[_Sides]]:
-    """Returns of each trace's borders which parameters of all traces are read before and behind."""
+    """Returns, for each trace's borders, the parameters of all traces read before and behind."""
     read = [_read_by_calls(traced, chain) for traced, chain in zip(traces, chains, strict=True)]
     every = [frozenset[int]().union(*calls) for calls in read]
     common = frozenset.intersection(*every)
@@ -152,9 +153,9 @@ def homes_of(
     gradient of zeros, where the loss depends on it and no call does.
 
     Args:
-        traces: of one model.
-        chains: of each of them.
-        borders: of each stage's begin, and of the end, the number of the border in each chain.
+        traces: traces of one model.
+        chains: chain of each trace.
+        borders: number, in each chain, of the border at which each stage begins, and of the end.
     """
     stages: dict[int, int] = {}
     read = [_read_by_calls(traced, chain) for traced, chain in zip(traces, chains, strict=True)]
@@ -169,7 +170,7 @@ def homes_of(
 
 
 def _read_by_calls(traced: Traced, chain: CallChain) -> list[frozenset[int]]:
-    """Returns the ids of the parameters that each call of a chain reads, or what is free for it."""
+    """Returns the ids of the parameters that each call reads, itself or by free nodes."""
     held, program = traced.tensors(), traced.program
     carried: dict[str, frozenset[int]] = {}  # by what is free, and by parameters
     found: dict[str, frozenset[int]] = {}

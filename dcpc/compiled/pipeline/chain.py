@@ -1,4 +1,4 @@
-"""A program as a chain of calls: where it may be cut, and which values then flow on."""
+"""A program as a chain of calls, with the borders at which it may be cut and the values there."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CallChain:
         calls: names of the calls in execution order, free ones excepted.
         free: names of the nodes that any stage makes for itself.
         borders: positions among the calls where it may be cut: the first and the last are its ends.
-        crossing: of each border the values made before it that calls behind it read, in order.
+        crossing: values made before each border that calls behind it read, in order.
     """
 
     calls: tuple[str, ...]
@@ -55,8 +55,8 @@ def chain_of(program: Program, sizes: Mapping[sympy.Symbol, int]) -> CallChain:
     """Returns where a program may be cut: where the fewest bytes flow on.
 
     Args:
-        program: the traced model, which returns its loss first.
-        sizes: length of every dim at which bytes are weighed: those of the largest bucket.
+        program: traced model, which returns its loss first.
+        sizes: length of every dim at which bytes are weighed, that of the largest bucket.
 
     Raises:
         PlanError: an input learns, or another output than the loss does.
@@ -99,7 +99,7 @@ def _last_reader(program: Program, node: fx.Node, position: Mapping[fx.Node, int
 
 
 def _bytes(program: Program, node: fx.Node, sizes: Mapping[sympy.Symbol, int]) -> float:
-    """Returns the bytes of a value; without end for what no stage can send, such as a tuple."""
+    """Returns the bytes of a value; infinite for one that no stage can send, such as a tuple."""
     info = program.info.get(node.name)
     return float("inf") if info is None else float(info.size_bytes.subs(sizes))
 
@@ -151,7 +151,7 @@ def _free(program: Program, sizes: Mapping[sympy.Symbol, int]) -> set[str]:
 def _is_small(
     program: Program, node: fx.Node, of: frozenset[str], sizes: Mapping[sympy.Symbol, int]
 ) -> bool:
-    """Whether what is made of parameters is much larger than they are, or nothing of it learns."""
+    """Whether a value made of parameters is much larger than they are, or does not learn."""
     own = sum(float(program.info[p].size_bytes) for p in of)
     size_bytes = _bytes(program, node, sizes)
     if size_bytes == float("inf"):

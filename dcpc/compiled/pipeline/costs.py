@@ -1,4 +1,4 @@
-"""What each possible stage of a program costs at each bucket, from the profile of the whole.
+"""The costs of each possible stage of a program at each bucket, from the profile of the whole.
 
 seconds    of the calls that a stage has, forward, backward and made again, by its device's speed;
            sends are hidden behind them where the device overlaps, else added
@@ -38,12 +38,12 @@ LEVELS = 5  # settings of recompute that are tried of the whole program's menu
 
 @dataclass(frozen=True, slots=True)
 class StageDevice:
-    """What runs a stage.
+    """The device that runs a stage.
 
     Attributes:
-        speed: how often it does the work that the planned device does once.
+        speed: speed beside that of the planned device, which is 1.
         memory_bytes: memory that a stage may use.
-        optimizer: memory of what trains the stage's parameters.
+        optimizer: memory of the optimizer of the stage's parameters.
     """
 
     speed: float = 1.0
@@ -57,7 +57,7 @@ class MixedBucket:
 
     Attributes:
         sizes: length of every dim of a micro-batch, batch included.
-        share: of the micro-batches that have it.
+        share: share of the micro-batches that have it.
         trace: number of the model's trace that runs it.
     """
 
@@ -71,9 +71,9 @@ class _BlockCosts:
     """Costs of the chain's blocks at one bucket and one setting of recompute, `[blocks]` each.
 
     Attributes:
-        seconds: of their calls.
-        saved_bytes: that forward keeps for backward.
-        beside_bytes: alive at their worst point besides what is kept and the gradients of
+        seconds: seconds of their calls.
+        saved_bytes: bytes that forward keeps for backward.
+        beside_bytes: bytes alive at their worst point, without those kept and the gradients of
             parameters.
     """
 
@@ -86,9 +86,9 @@ class ProgramCosts:
     """Costs of the blocks of a program's chain.
 
     Args:
-        runnable: of the whole program.
-        chain: of it.
-        sp: ranks that run each stage together.
+        runnable: runnable of the whole program.
+        chain: chain of the program.
+        sp: number of ranks that run each stage together.
     """
 
     def __init__(self, runnable: Runnable, chain: CallChain, sp: int = 1) -> None:
@@ -108,7 +108,7 @@ class ProgramCosts:
 
     @property
     def device(self) -> Device:
-        """What seconds of speed 1 are those of."""
+        """Device that has speed 1."""
         return self._traced.device
 
     def cut_costs(
@@ -117,12 +117,12 @@ class ProgramCosts:
         kinds: Sequence[tuple[StageDevice, int]],
         all_devices: bool = False,
     ) -> CutCosts:
-        """Returns what every stage costs.
+        """Returns the costs of every possible stage.
 
         Args:
             mixture: shapes, whose shares add up to 1.
-            kinds: of devices, and how many there are of each.
-            all_devices: whether each has to have a stage.
+            kinds: kinds of devices, with the number of each.
+            all_devices: whether each device has to have a stage.
         """
         places = np.arange(len(self._chain.borders))[:, None]
         return mixed_costs([self], places, mixture, kinds, all_devices)
@@ -133,10 +133,10 @@ class ProgramCosts:
         """Returns the seconds of every stage at a shape, `[depth, places, places]`.
 
         Args:
-            sizes: of a micro-batch.
-            kind: of device.
-            depth: numbers of stages behind it that are told apart.
-            fixed: bytes that a stage has for parameters, `[places, places]`.
+            sizes: lengths of a micro-batch.
+            kind: kind of device.
+            depth: number of counts of stages behind it that are told apart.
+            fixed: bytes of a stage's parameters, `[places, places]`.
             at: number of this chain's border of each place.
         """
         wire_s, received = self._wire(sizes)
@@ -178,7 +178,7 @@ class ProgramCosts:
         return _BlockCosts(seconds, saved, self._beside(schedule, dims, saved))
 
     def _beside(self, schedule: Schedule, dims: Mapping[str, int], saved: Floats) -> Floats:
-        """Returns the bytes alive in each block besides what it and those before it keep.
+        """Returns the bytes alive in each block, without those that it and blocks before it keep.
 
         Gradients of parameters of the blocks behind it, which backward has made, are not among
         them.
@@ -225,7 +225,7 @@ class ProgramCosts:
 
         Args:
             at: number of this chain's border of each place.
-            optimizer: what trains the parameters.
+            optimizer: memory of the optimizer of the parameters.
 
         Returns:
             Id of a parameter -> its bytes with what belongs to it, and `[places, places]`.
@@ -260,16 +260,16 @@ def mixed_costs(
     kinds: Sequence[tuple[StageDevice, int]],
     all_devices: bool = False,
 ) -> CutCosts:
-    """Returns what every stage costs that a model of one trace or several can be cut into.
+    """Returns the costs of every stage that a model of one trace or several can be cut into.
 
     A stage has the parameters that any trace reads in it, and runs a shape by its own trace.
 
     Args:
-        programs: of each trace.
+        programs: costs of each trace's program.
         at: number of each trace's border of each place where all may be cut, `[places, traces]`.
         mixture: shapes, whose shares add up to 1.
-        kinds: of devices, and how many there are of each.
-        all_devices: whether each has to have a stage.
+        kinds: kinds of devices, with the number of each.
+        all_devices: whether each device has to have a stage.
     """
     bounded = any(kind.memory_bytes < inf for kind, _ in kinds)
     depth = sum(count for _, count in kinds) if bounded or all_devices else 1
@@ -287,7 +287,7 @@ def mixed_costs(
 def _resident_bytes(
     programs: Sequence[ProgramCosts], at: Integers, optimizer: OptimizerMemory
 ) -> Floats:
-    """Returns the bytes of what every stage has of parameters, `[places, places]`."""
+    """Returns the bytes of every stage's parameters, `[places, places]`."""
     merged: dict[int, tuple[float, Bools]] = {}
     for number, own in enumerate(programs):
         for key, (size, reads) in own.residents(at[:, number], optimizer).items():
@@ -330,7 +330,7 @@ def mixture_dims(program: Program, mixture: Sequence[MixedBucket]) -> dict[sympy
     """Returns the lengths of the largest shape of a mixture.
 
     Args:
-        program: whose dims they are.
+        program: program whose dims they are.
         mixture: shapes.
     """
     return program.dims(max((b.sizes for b in mixture), key=lambda s: sum(s.values())))

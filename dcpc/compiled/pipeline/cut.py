@@ -36,13 +36,13 @@ class StagePlan:
     """A model cut into stages.
 
     Attributes:
-        stages: in order.
-        cut: where, and what it costs; its blocks lie between places where all traces may be cut.
-        borders: of each stage's begin, and of the end, the number of the border in each trace's
+        stages: stages in order.
+        cut: cut with its costs; its blocks lie between places where all traces may be cut.
+        borders: number of the border at each stage's begin, and at the end, in each trace's
             chain.
-        devices: of each stage the number of its device among those asked for.
-        menu_steps: of each stage and each shape of the mixture the steps of recompute that fit.
-        needed_bytes: of each stage the most that it needs, with as many micro-batches on their way
+        devices: number of each stage's device among those asked for.
+        menu_steps: steps of recompute that fit, for each stage and each shape of the mixture.
+        needed_bytes: largest need of each stage, with as many micro-batches on their way
             as there are stages from it on.
         chains: calls of each trace, in which the borders are.
     """
@@ -68,12 +68,12 @@ def plan_stages(
     """Returns the stages of least expected bottleneck that fit, each checked on its own graph.
 
     Args:
-        runnables: of the whole program of each trace.
-        model: that was traced.
+        runnables: runnable of each trace's whole program.
+        model: model that was traced.
         mixture: shapes of micro-batches and their shares, which add up to 1; each trace has some.
-        devices: one for each stage, in any order; one that is too slow gets none.
-        all_devices: whether each gets a stage, also where fewer would be faster.
-        sp: ranks that run each stage together; a device is each of them.
+        devices: device for each stage, in any order; one that is too slow gets none.
+        all_devices: whether each device gets a stage, also where fewer would be faster.
+        sp: number of ranks that run each stage together; each of them is such a device.
 
     Raises:
         PlanError: no cut fits, or the traces cannot be cut into so many stages at the same places.
@@ -170,9 +170,9 @@ def stage_bytes(stage: ProgramStage, sizes: Sizes, resident_bytes: int | None = 
     """Returns the bytes a stage needs at most where all micro-batches have one shape, in 1F1B.
 
     Args:
-        stage: of a pipeline, with its recompute.
-        sizes: of every micro-batch.
-        resident_bytes: bytes of parameters and what belongs to them; None: of those that it reads
+        stage: stage of a pipeline, with its recompute.
+        sizes: lengths of every micro-batch.
+        resident_bytes: bytes of parameters with their gradients and state; None: of those it reads
             itself, trained by Adam.
     """
     if resident_bytes is None:
@@ -185,13 +185,13 @@ def stage_bytes(stage: ProgramStage, sizes: Sizes, resident_bytes: int | None = 
 
 
 def handed_on_bytes(stage: ProgramStage, sizes: Sizes) -> int:
-    """Returns the bytes of what a stage receives for later ones alone."""
+    """Returns the bytes that a stage receives for later stages alone."""
     pairs = zip(stage.part.received, stage.received(sizes), strict=True)
     return sum(nbytes(shaped) for n, shaped in pairs if n not in stage.part.read)
 
 
 def passed_on_bytes(stage: ProgramStage, sizes: Sizes) -> tuple[int, int]:
-    """Returns the bytes of what a stage receives and sends on, and of the gradients of that."""
+    """Returns the bytes that a stage receives and sends on, and those of their gradients."""
     part = stage.part
     pairs = zip(part.received, stage.received(sizes), strict=True)
     passed = {n: nbytes(shaped) for n, shaped in pairs if n in part.sent}

@@ -1,4 +1,4 @@
-"""A stage's backward in two parts: what runs them, and what each takes.
+"""A stage's backward in two parts: their runs, and the seconds and bytes of each.
 
 The first part makes the gradients of what the stage received, for which the stage before waits; the
 second one those of parameters. What forward saved or the first part made, and the second one reads,
@@ -24,14 +24,14 @@ from dcpc.symbolic_profile import Costs, Device, Ledger, Meter
 
 @dataclass(frozen=True, slots=True)
 class PartCosts:
-    """What the parts of a backward take at given sizes, on a device of speed 1.
+    """Seconds and bytes of the parts of a backward at given sizes, on a device of speed 1.
 
     Attributes:
         weight_s: seconds of the second part.
-        input_bytes: most that is alive during the first, inputs and what was sent excepted.
-        weight_bytes: alive from the first to the second, inputs that the second reads included.
-        work_bytes: most that is alive during the second, likewise.
-        shared_bytes: of `weight_bytes`, gradients of what the stage received.
+        input_bytes: most bytes alive during the first part, without inputs and sent values.
+        weight_bytes: bytes alive from the first part to the second, with inputs that it reads.
+        work_bytes: most bytes alive during the second part, with such inputs.
+        shared_bytes: part of `weight_bytes` that are gradients of received values.
     """
 
     weight_s: float
@@ -49,8 +49,8 @@ class _Parts:
         whole: costs of the schedule in which the second part comes last.
         second: costs of the second part alone, counted from what it is given on.
         late: calls of the second part.
-        kept: what it reads of before, each memory once.
-        shared: those of them that are gradients of what the stage received.
+        kept: earlier values that the second part reads, each memory once.
+        shared: values of `kept` that are gradients of received values.
     """
 
     whole: Costs
@@ -65,10 +65,10 @@ class _Priced:
     """A placement's graph, with all of its blocks: a fold has no second part.
 
     Attributes:
-        lowering: the graph.
-        meter: reads its costs at sizes.
-        ledger: of its nodes.
-        parts: by steps of recompute; None: the backward has one part.
+        lowering: lowered graph.
+        meter: meter of its costs at any sizes.
+        ledger: ledger of its nodes.
+        parts: steps of recompute -> both parts; None: the backward has one part.
     """
 
     lowering: LoweredPair
@@ -78,7 +78,7 @@ class _Priced:
 
 
 class _Alive(NamedTuple):
-    """Bytes of one rank during both parts: as in `PartCosts`."""
+    """Bytes of one rank during both parts, as in `PartCosts`."""
 
     first: int
     second: int
@@ -104,8 +104,8 @@ class StageParts:
     """The parts of a stage's backward, whatever is recomputed.
 
     Args:
-        runnable: of the stage's program.
-        part: the program.
+        runnable: runnable of the stage's program.
+        part: program of the stage.
     """
 
     def __init__(self, runnable: Runnable, part: StageProgram) -> None:
@@ -120,12 +120,12 @@ class StageParts:
         return self._runs[id(variant)][1]
 
     def costs(self, placement: Placement, menu_step: int, sizes: Sizes) -> PartCosts | None:
-        """Returns what the parts take; None: there is one, or Inductor runs it as a whole.
+        """Returns the costs of both parts; None: there is one, or Inductor runs it as a whole.
 
         Args:
-            placement: of the program.
+            placement: placement of the program.
             menu_step: steps of recompute.
-            sizes: of a micro-batch.
+            sizes: lengths of a micro-batch.
         """
         traced = self._runnable.traced
         if traced.backend != "eager" or not traced.program.begins:

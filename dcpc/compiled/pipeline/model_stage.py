@@ -19,7 +19,7 @@ class ModelStage:
     """A stage of a model; each rank of it has the parameters of all of its programs.
 
     Attributes:
-        programs: dims that are 1 in a trace, as `dcpc.buckets.ones_of` says -> program of the trace
+        programs: names of the dims that are 1 (`dcpc.buckets.ones_of`) -> program of the trace
             that runs its micro-batches.
     """
 
@@ -64,11 +64,11 @@ class StageState:
 
     @classmethod
     def of(cls, programs: Sequence[ProgramStage], optimizer: OptimizerMemory) -> StageState:
-        """Returns what a rank keeps for a stage.
+        """Returns the memory that a rank keeps for a stage.
 
         Args:
             programs: programs of the stage that the rank runs.
-            optimizer: what trains its parameters.
+            optimizer: memory of the optimizer of its parameters.
         """
         held: dict[int, Tensor] = {}
         learning: dict[int, nn.Parameter] = {}
@@ -92,7 +92,7 @@ def states_of(learned: Sequence[nn.Parameter], optimizer: OptimizerMemory) -> di
 
     Args:
         learned: parameters of a stage.
-        optimizer: what trains them.
+        optimizer: memory of their optimizer.
     """
     own = _rows_of(learned, optimizer)
     states = optimizer.state_bytes(learned, own)

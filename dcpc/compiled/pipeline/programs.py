@@ -28,12 +28,12 @@ class StageProgram:
     """The part of a program that one stage runs.
 
     Attributes:
-        program: takes parameters, the model's inputs, and those of the received values that it
+        program: program that takes parameters, the model's inputs, and the received values that it
             reads, as inputs; returns those of the sent values that it makes, or the loss.
         received: names of the values that the stage receives.
-        sent: names of those that it sends; of the last stage the loss.
-        flowing: what is known of each of them.
-        given: the same of the model's inputs, by their names, whether the stage reads them or not.
+        sent: names of the values that it sends; of the last stage the loss.
+        flowing: shape, dtype and gradient of each of these values.
+        given: the same of all inputs of the model, by their names.
     """
 
     program: Program
@@ -62,10 +62,10 @@ def stage_programs(
     """Returns the programs of the stages, in order.
 
     Args:
-        program: the whole.
-        chain: of it.
+        program: whole program.
+        chain: chain of the program.
         borders: numbers of the chain's borders at which it is cut, its ends included.
-        homes: parameter that no call reads, and whose gradient is zero -> the stage that has it; by
+        homes: parameter that no call reads, and whose gradient is zero -> stage that has it; by
             default the last one, which also has those of stages without a backward.
     """
     last = len(borders) - 2

@@ -22,13 +22,13 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ScheduledStages:
-    """What micro-batches cost on stages; it is a `runtime.pipeline.planning.PipelineCost`.
+    """The costs of micro-batches on stages; a `runtime.pipeline.planning.PipelineCost`.
 
     Attributes:
-        rows: of each stage the same stage with each recompute, the fastest first; the executor
+        rows: variants of each stage, one for each recompute, the fastest first; the executor
             runs a row.
-        sizes_of: length of a sample -> its dims, without the batch.
-        devices: of each stage.
+        sizes_of: function from the length of a sample to its dims, without the batch.
+        devices: device of each stage.
     """
 
     rows: Sequence[Sequence[ModelStage]]
@@ -48,15 +48,15 @@ class ScheduledStages:
 
     @cached_property
     def memory_bytes(self) -> tuple[float, ...]:
-        """Of each stage, less its parameters, their gradients and the optimizer's state."""
+        """Memory of each stage, without parameters, their gradients and the optimizer's state."""
         return pipeline_work(self.rows, (), self.devices).memory_bytes
 
     def options(self, stage: int, count: int, longest: int) -> tuple[StageCost, ...]:
-        """Returns what a micro-batch costs on a stage, by setting."""
+        """Returns the costs of a micro-batch on a stage, by setting."""
         return self._work(count, longest).costs[stage][0]
 
     def hop(self, stage: int, count: int, longest: int) -> Hop:
-        """Returns what it costs from a stage to the next one and back."""
+        """Returns the costs of sending a micro-batch from a stage to the next one and back."""
         return self._work(count, longest).hops[stage][0]
 
     def padded(self, setting: int, flight: int) -> PaddedStages:
@@ -78,9 +78,9 @@ class PaddedStages:
     is priced at the sizes themselves.
 
     Attributes:
-        cost: of the stages.
-        setting: of recompute.
-        flight: micro-batches at once, but no more than 1F1B has on a stage.
+        cost: costs of the stages.
+        setting: number of the setting of recompute.
+        flight: number of micro-batches at once, but no more than 1F1B has on a stage.
     """
 
     cost: ScheduledStages

@@ -30,16 +30,17 @@ from dcpc.trace import casting
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """What a stage's backward needs of its forward.
+class _ForwardState:
+    """The results of a stage's forward that its backward needs.
 
     Attributes:
-        edges: of each value that the stage sent where its backward begins; None: it has none.
-        received: the values that the stage received, whose gradients are asked for.
-        sizes: of the micro-batch.
-        device: that the values are on.
-        variant: that ran.
-        call: of it; None: nothing that it made has a gradient.
+        edges: place in autograd's graph where the backward of each sent value begins; None: it
+            has no gradient.
+        received: values that the stage received, whose gradients are asked for.
+        sizes: lengths of the micro-batch.
+        device: device that the values are on.
+        variant: variant that ran.
+        call: call of the variant; None: none of its outputs has a gradient.
     """
 
     edges: tuple[GradientEdge | None, ...]
@@ -51,13 +52,13 @@ class _Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rest:
-    """What the second part of a stage's backward needs.
+class _WeightsState:
+    """The results of the first part of a stage's backward that the second part needs.
 
     Attributes:
-        run: both parts; None: there is no second one.
-        call: of the variant.
-        values: that the second part takes.
+        run: run of both parts; None: there is no second one.
+        call: call of the variant.
+        values: values that the second part takes.
     """
 
     run: DividedRun | None
@@ -70,14 +71,14 @@ class ProgramStage:
 
     Attributes:
         index: place of the stage, from 0.
-        count: stages of the pipeline.
+        count: number of stages of the pipeline.
         parameters: names of the model's parameters that it reads, each by its first name.
-        learning: those of them that learn.
-        part: its program.
-        runnable: the graphs.
-        menu_step: steps of recompute that it takes, of its own menu; see `recomputing`.
-        sp: ranks that run it together. Each of them receives and sends values whole.
-        lane: which of these ranks runs it here; see `in_lane`.
+        learning: names of those parameters that learn.
+        part: program of the stage.
+        runnable: runnable of that program.
+        menu_step: number of steps of recompute, of its own menu; see `recomputing`.
+        sp: number of ranks that run it together. Each receives and sends values whole.
+        lane: number of this rank among them; see `in_lane`.
     """
 
     def __init__(
@@ -89,16 +90,7 @@ class ProgramStage:
         model: nn.Module,
         sp: int = 1,
     ) -> None:
-        """Binds a stage's program to the model's tensors.
-
-        Args:
-            index: place of the stage.
-            count: of all.
-            part: its program.
-            runnable: of that program.
-            model: whose tensors it reads.
-            sp: ranks that run it together.
-        """
+        """Binds a stage's program to the model's tensors."""
         self.index, self.count, self.part, self.runnable = index, count, part, runnable
         self.menu_step, self.sp, self.lane = 0, sp, 0
         self._placed_at: Mapping[str, int] | None = None
@@ -137,12 +129,13 @@ class ProgramStage:
     def forward(
         self, inputs: Mapping[str, Tensor], received: tuple[Tensor, ...], seed: int = 0
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """Returns what the stage sends, of the last one (loss,), and what its backward needs.
+        """Returns the values that the stage sends (the last one: the loss), and its saved state.
 
         Args:
-            inputs: the model's, by name: those that the stage reads, and such as say all sizes.
-            received: what the stage before it sent.
-            seed: of the micro-batch's random numbers, the same in all stages.
+            inputs: inputs of the model by name: those that the stage reads, and those that say all
+                sizes.
+            received: values that the stage before it sent.
+            seed: seed of the micro-batch's random numbers, the same in all stages.
 
         Raises:
             DispatchError: an input or a received value is missing, or the shapes say not all sizes.
@@ -175,18 +168,20 @@ class ProgramStage:
         sent = tuple(map(_alone, values))
         leaves = tuple(taken[n] for n in self.part.received)
         device = values[0].device
-        return sent, _Kept(edges, leaves, sizes, device, variant, call_of(found))
+        return sent, _ForwardState(edges, leaves, sizes, device, variant, call_of(found))
 
-    def backward(self, saved: _Kept, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Adds to `.grad` of the stage's parameters; returns the gradients of what it received.
+    def backward(
+        self, saved: _ForwardState, grads: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """Adds to `.grad` of the stage's parameters; returns the gradients of received values.
 
         Each received value that learns has one, zeros where the loss does not depend on it. Where
         several ranks run the stage each adds its share of the parameters' gradients, and returns
         whole gradients, as it takes them.
 
         Args:
-            saved: from `forward`, used once.
-            grads: of each value that the stage sent; None counts as zeros.
+            saved: saved state of `forward`, used once.
+            grads: gradient of each value that the stage sent; None counts as zeros.
         """
         begins: list[GradientEdge] = []
         gradients: list[Tensor] = []
@@ -205,28 +200,28 @@ class ProgramStage:
         )
 
     def backward_input(
-        self, saved: _Kept, grads: tuple[Tensor | None, ...]
-    ) -> tuple[tuple[Tensor | None, ...], _Rest]:
-        """Returns what `backward` returns, and what `backward_weight` needs.
+        self, saved: _ForwardState, grads: tuple[Tensor | None, ...]
+    ) -> tuple[tuple[Tensor | None, ...], _WeightsState]:
+        """Returns the gradients of received values, and the state for `backward_weight`.
 
         It adds gradients of parameters that it comes by; the first stage, which receives nothing,
         goes back as far as the gradient that needs most. A backward of one part, as of a stage
         without parameters, is run as a whole.
 
         Args:
-            saved: from `forward`, used once.
-            grads: as of `backward`.
+            saved: saved state of `forward`, used once.
+            grads: gradients, as of `backward`.
         """
         given = dict(zip(self.part.sent, grads, strict=True))
-        rest, found = _Rest(None, saved.call, []), dict[str, Tensor]()
+        rest, found = _WeightsState(None, saved.call, []), dict[str, Tensor]()
         if saved.call is not None:
             outputs = self.part.program.outputs
             begins = [given.get(outputs[i]) for i, *_ in saved.call.begins]
             run = self._parts.run(saved.variant)
             if run is None:
-                return self.backward(saved, grads), _Rest(None, None, [])
+                return self.backward(saved, grads), _WeightsState(None, None, [])
             found, values = run.run_first(saved.call, begins)
-            rest = _Rest(run, saved.call, values)
+            rest = _WeightsState(run, saved.call, values)
         made = [_sum(found.pop(n, None), given.get(n)) for n in self.part.received]
         self._add(found)
         pairs = zip(made, saved.received, strict=True)
@@ -235,11 +230,11 @@ class ProgramStage:
             for g, r in pairs
         ), rest
 
-    def backward_weight(self, rest: _Rest) -> None:
-        """Adds to `.grad` of the parameters what `backward_input` has not.
+    def backward_weight(self, rest: _WeightsState) -> None:
+        """Adds the gradients to `.grad` of the parameters that `backward_input` has not.
 
         Args:
-            rest: from it, used once.
+            rest: state from it, used once.
         """
         if rest.run is not None and rest.call is not None:
             self._add(rest.run.run_second(rest.call, rest.values))
@@ -253,15 +248,15 @@ class ProgramStage:
                 torch.autograd.backward(held[name], gradient)
 
     def received(self, sizes: Mapping[str, int]) -> tuple[Shaped, ...]:
-        """Returns shape and dtype of what the stage receives of a micro-batch of these sizes."""
+        """Returns shape and dtype of the values that the stage receives of a micro-batch."""
         return self._shaped(self._infos(self.part.received), sizes)
 
     def sent(self, sizes: Mapping[str, int]) -> tuple[Shaped, ...]:
-        """Returns shape and dtype of what the stage sends, of the last one its loss's."""
+        """Returns shape and dtype of the values that the stage sends; of the last one, its loss."""
         return self._shaped(self._infos(self.part.sent), sizes)
 
     def study(self, sizes: Mapping[str, int]) -> Study:
-        """Returns what the stage costs at any sizes, of a placement for these."""
+        """Returns the study of the stage's costs at any sizes, by a placement for these."""
         return self.runnable.priced.at(self._placement(sizes))
 
     def predict(self, sizes: Mapping[str, int]) -> Prediction:
@@ -269,7 +264,7 @@ class ProgramStage:
         return self.study(sizes).predict(self.menu_step, sizes)
 
     def parts(self, sizes: Mapping[str, int]) -> PartCosts | None:
-        """Returns what the parts of a micro-batch's backward take; None: it is not divided."""
+        """Returns the costs of the parts of a micro-batch's backward; None: it is not divided."""
         return self._parts.costs(self._placement(sizes), self.menu_step, sizes)
 
     def tensors(self) -> tuple[dict[int, Tensor], dict[int, nn.Parameter]]:
@@ -280,7 +275,7 @@ class ProgramStage:
         return whole, learning
 
     def variant(self, sizes: Mapping[str, int]) -> tuple[Variant, tuple[int, ...]]:
-        """Returns what its lane runs at these sizes, compiled on first use, and its integers."""
+        """Returns the lane's variant at these sizes, compiled on first use, and its integers."""
         return self.runnable.variant(self._placement(sizes), self.menu_step, sizes, self.lane)
 
     def sizes(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> dict[str, int]:
@@ -313,7 +308,7 @@ class ProgramStage:
 
     @property
     def sends_learning(self) -> tuple[bool, ...]:
-        """Returns of each value that the stage sends whether it has a gradient."""
+        """Whether each value that the stage sends has a gradient."""
         return tuple(info.requires_grad for info in self._infos(self.part.sent))
 
     def _infos(self, names: Sequence[str]) -> tuple[TensorInfo, ...]:
@@ -339,7 +334,7 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def _solved(expr: sympy.Expr, symbol: sympy.Symbol, size: int) -> int | None:
-    """Returns what a symbol is where an expression has a size; None where that does not say it."""
+    """Returns a symbol's value where an expression has a size; None: that does not say it."""
     if expr == symbol:
         return size
     try:
@@ -365,12 +360,12 @@ def stages_of(
     """Returns the stages of a traced model.
 
     Args:
-        traced: the whole.
-        model: that was traced.
-        chain: of its program.
+        traced: traced model.
+        model: model that was traced.
+        chain: chain of its program.
         borders: numbers of the chain's borders at which it is cut, its ends included.
-        sp: ranks that run each stage together.
-        homes: as for `stage_programs`.
+        sp: number of ranks that run each stage together.
+        homes: parameter -> stage that has it, as for `stage_programs`.
     """
     parts = stage_programs(traced.program, chain, borders, homes)
     return tuple(
@@ -380,7 +375,7 @@ def stages_of(
 
 
 def _traced(whole: Traced, part: StageProgram, model: nn.Module) -> Traced:
-    """Returns what is known of a stage's program; derivatives of calls are those of the whole."""
+    """Returns the trace of a stage's program; derivatives of calls are those of the whole."""
     return replace(
         whole,
         program=part.program,

@@ -1,4 +1,4 @@
-"""What the micro-batches of a step cost on each stage, as the search for a schedule asks for it."""
+"""The costs of a step's micro-batches on each stage, as the search for a schedule asks for them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def pipeline_work(
     """Returns the costs of micro-batches on the stages of a pipeline.
 
     Args:
-        settings: of each stage the same stage with each recompute, the fastest first.
-        sizes: of each micro-batch.
-        devices: of each stage.
+        settings: variants of each stage, one for each recompute, the fastest first.
+        sizes: lengths of each micro-batch.
+        devices: device of each stage.
     """
     pairs = list(zip(settings, devices, strict=True))
     costs = [
@@ -35,7 +35,7 @@ def pipeline_work(
 
 
 def _cost(stage: ProgramStage, sizes: Sizes, device: StageDevice) -> StageCost:
-    """Returns what a stage takes for a micro-batch with its recompute.
+    """Returns the seconds and bytes of a micro-batch on a stage with its recompute.
 
     What it sends is in none of its bytes once forward has ended: the schedule has it until it is
     taken. What is sent back to it is: the gradient of a value that it hands on as well, of which
@@ -66,7 +66,7 @@ def _cost(stage: ProgramStage, sizes: Sizes, device: StageDevice) -> StageCost:
 
 
 def _hop(stage: ProgramStage, sizes: Sizes) -> Hop:
-    """Returns what a micro-batch costs on the way to the next stage, and what comes back."""
+    """Returns the costs of sending a micro-batch to the next stage, and its gradients back."""
     sent_bytes = sum(map(nbytes, stage.sent(sizes)))
     back_bytes = sum(
         nbytes(shaped)

@@ -31,13 +31,13 @@ FEW, MANY = 256, 4096  # rows at which a program is priced
 
 @dataclass(frozen=True, slots=True)
 class CallSetting:
-    """How a call is run.
+    """The degree, recompute and place by which this rank runs a call.
 
     Attributes:
-        sp: ranks that run it.
+        sp: number of ranks that run it.
         menu_step: steps of recompute of the program with padding.
-        place: of this rank among them.
-        sizes: of the calls that its placement is made for.
+        place: place of this rank among them.
+        sizes: lengths of the calls that its placement is made for.
     """
 
     sp: int
@@ -47,7 +47,7 @@ class CallSetting:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What a placement depends on."""
+        """Degree and lengths, which a placement follows from."""
         return (self.sp, *sorted(self.sizes.items()))
 
 
@@ -55,9 +55,9 @@ def placement_of(runnable: Runnable, sp: int, sizes: Sizes) -> Placement:
     """Returns the placement that calls of a program are compared by; of one rank there is one.
 
     Args:
-        runnable: the program.
-        sp: ranks that run it.
-        sizes: of the calls that it is made for.
+        runnable: program to place.
+        sp: number of ranks that run it.
+        sizes: lengths of the calls that it is made for.
     """
     return runnable.priced.placement(sizes if sp > 1 else runnable.traced.program.hints, sp)
 
@@ -67,9 +67,9 @@ class _RowPrice:
     """Seconds of a program without padding at some lengths, by the valid rows of each side.
 
     Attributes:
-        fixed: whatever they are.
-        row: for each row of a side.
-        pair: for each two of one sample of a side.
+        fixed: seconds that do not depend on the rows.
+        row: seconds for each row of a side.
+        pair: seconds for each two rows of one sample of a side.
     """
 
     fixed: float
@@ -81,14 +81,14 @@ class Side:
     """One more length whose padded rows are left out.
 
     Args:
-        before: the program whose padded rows they are.
-        plan: made for it.
-        earlier: the sides that made it.
+        before: program whose padded rows they are.
+        plan: plan of the rows that this program leaves out.
+        earlier: sides that made this program.
 
     Attributes:
-        before: the same.
-        plan: which values are made for valid rows alone.
-        number: how many sides are before it.
+        before: program whose padded rows they are.
+        plan: plan that says which values are made for valid rows alone.
+        number: number of sides before it.
     """
 
     def __init__(self, before: Runnable, plan: UnpadPlan, earlier: Sequence[Side]) -> None:
@@ -100,7 +100,7 @@ class Side:
 
     @cached_property
     def finder(self) -> RowFinder:
-        """What finds the valid rows."""
+        """Finder of the valid rows."""
         placement = placement_of(self.before, 1, {})
         return RowFinder(self.before.traced, self.plan, placement, self.number)
 
@@ -135,11 +135,11 @@ class Side:
         return found
 
     def study(self, how: CallSetting) -> Study:
-        """Returns what is known of the costs of the program without padding."""
+        """Returns the study of the costs of the program without padding."""
         return self.runnable.priced.at(self.placement(how))
 
     def given(self, rows: Sequence[ValidRows]) -> dict[str, Tensor]:
-        """Returns what the program gets besides the model's inputs, by placeholder."""
+        """Returns the indices of valid rows that the program gets, by placeholder."""
         named = {name: x for side in rows for name, x in side.indices.items()}
         inputs = self.runnable.traced.program.inputs
         return {p: named[name] for p, name in inputs.items() if name in named}
@@ -197,8 +197,8 @@ def sides_of(whole: Runnable, plan: UnpadPlan, returns: bool) -> tuple[Side, ...
     """Returns a side for each length whose padded rows can be left out.
 
     Args:
-        whole: the program with padding.
-        plan: of its first side.
+        whole: program with padding.
+        plan: plan of its first side.
         returns: whether values may be returned of which padded rows are 0.
     """
     sides: list[Side] = []

@@ -41,7 +41,7 @@ class RowsOfCall:
     """The rows that a call is run with.
 
     Attributes:
-        sides: of each length whose padded rows are left out.
+        sides: valid rows of each length whose padded rows are left out.
     """
 
     sides: tuple[ValidRows, ...]
@@ -66,12 +66,12 @@ class Unpadding:
     """The calls of one program that run without padding.
 
     Args:
-        whole: the program with padding.
+        whole: program with padding.
         mode: "auto": where it pays; True: wherever it changes nothing; False: nowhere.
 
     Attributes:
-        plan: which values are made for valid rows alone.
-        reason: why all calls run with padding; "" where some may run without.
+        plan: plan that says which values are made for valid rows alone.
+        reason: reason why all calls run with padding; "" where some may run without.
     """
 
     def __init__(self, whole: Runnable, mode: bool | str) -> None:
@@ -101,8 +101,8 @@ class Unpadding:
 
         Args:
             sizes: lengths of the dims, batch included.
-            inputs: by placeholder.
-            how: the call is run.
+            inputs: tensors by placeholder.
+            how: setting of the call.
         """
         if self.reason or self._mode is False:
             return None
@@ -137,25 +137,25 @@ class Unpadding:
         return RowsOfCall(tuple(found)) if found else None
 
     def _last(self, rows: RowsOfCall) -> Side:
-        """The side whose program runs a call."""
+        """Returns the side whose program runs a call."""
         return self.sides[len(rows.sides) - 1]
 
     def given(self, rows: RowsOfCall) -> Mapping[str, Tensor]:
-        """Returns what a call's program gets besides the model's inputs, by placeholder."""
+        """Returns the indices of valid rows that a call's program gets, by placeholder."""
         return self._last(rows).given(rows.sides)
 
     def variant(
         self, sizes: Sizes, rows: RowsOfCall, how: CallSetting
     ) -> tuple[Variant, tuple[int, ...]] | None:
-        """Returns what runs a call without padding, and its integers.
+        """Returns the variant of a call without padding, and its integers.
 
         It is predicted to need no more memory than the same call with padding; None: that is not
         possible.
 
         Args:
-            sizes: as for `rows`.
-            rows: the valid ones.
-            how: as for `rows`.
+            sizes: lengths, as for `rows`.
+            rows: valid rows.
+            how: setting, as for `rows`.
         """
         limit_bytes = self._padded(how).predict(how.menu_step, sizes).peak_bytes
         step = self.step_within(sizes, rows, how, limit_bytes)
@@ -173,10 +173,10 @@ class Unpadding:
         Loss and every gradient are compared, in a call without gradients as well.
 
         Args:
-            sizes: as for `rows`.
-            inputs: by placeholder.
-            rows: the valid ones.
-            how: as for `rows`.
+            sizes: lengths, as for `rows`.
+            inputs: tensors by placeholder.
+            rows: valid rows.
+            how: setting, as for `rows`.
 
         Raises:
             VerifyError: it does not give what the plain model gives.
@@ -206,7 +206,7 @@ class Unpadding:
     def _compared_by(
         self, sizes: Sizes, rows: RowsOfCall, how: CallSetting
     ) -> tuple[Variant, tuple[int, ...]] | tuple[LoweredPair, Partition] | None:
-        """Returns what a call is compared by: on several ranks the graphs that are compiled."""
+        """Returns the graphs that a call is compared by: on one rank its variant."""
         if how.sp == 1:
             return self.variant(sizes, rows, replace(how, menu_step=0))
         side = self._last(rows)
@@ -239,10 +239,10 @@ class Unpadding:
         """Returns the fewest steps of recompute of which the predicted peak is not above a limit.
 
         Args:
-            sizes: as for `rows`.
-            rows: the valid ones.
-            how: as for `rows`.
-            limit_bytes: of activations and gradients.
+            sizes: lengths, as for `rows`.
+            rows: valid rows.
+            how: setting, as for `rows`.
+            limit_bytes: largest bytes of activations and gradients.
         """
         side = self._last(rows)
         sizes = side.sizes(sizes, rows.sides)

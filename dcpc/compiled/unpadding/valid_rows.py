@@ -1,4 +1,4 @@
-"""Which rows of a call's inputs are no padding, found out before its graph runs."""
+"""Finds the rows of a call's inputs that are no padding, before its graph runs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class ValidRows:
     """The rows of a batch that are not padding.
 
     Attributes:
-        indices: of each of them, by the name of an input of the program without padding.
-        count: how many.
-        squares: sum over samples of the square of how many.
-        samples: how many samples have any.
-        padded: whether there are other rows.
+        indices: indices of the rows, by the name of an input of the program without padding.
+        count: number of the rows.
+        squares: sum over samples of the square of their number of rows.
+        samples: number of samples that have any.
+        padded: whether there are padded rows, too.
     """
 
     indices: Mapping[str, Tensor]
@@ -40,10 +40,10 @@ class RowFinder:
     """Finds the valid rows of calls of one program.
 
     Args:
-        traced: the program with padding.
-        plan: made for it.
-        placement: of it, on one rank.
-        number: how many sides' padded rows that program leaves out already.
+        traced: program with padding.
+        plan: plan made for it.
+        placement: placement of it on one rank.
+        number: number of sides whose padded rows that program leaves out already.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RowFinder:
 
     @cached_property
     def _lowered(self) -> Lowered:
-        """What computes which rows are valid, and the values that are checked."""
+        """Graph that computes the valid rows, and the values that are checked."""
         checked = (c.node for c in self._checks)
         names = (self._plan.keep, *checked, *(name for name, _ in self._hiding))
         asked = replace(self._traced.program, outputs=names, begins=(), pieces=False)
@@ -67,14 +67,14 @@ class RowFinder:
 
         Args:
             sizes: lengths of the dims, batch included.
-            inputs: by placeholder.
+            inputs: tensors by placeholder.
         """
         with torch.no_grad():
             mask, *checked = self._values(sizes, inputs)
             batch, seq = (
                 int(n.subs(self._traced.program.dims(sizes))) for n in self._plan.row_sizes
             )
-            shown = _seen(mask.reshape(batch, -1, seq))
+            shown = _shown_keys(mask.reshape(batch, -1, seq))
             if shown is None:
                 return None
             keep = shown.any(1)
@@ -123,22 +123,19 @@ class RowFinder:
 
 
 def _hides(mask: Tensor, keep: Tensor, *, own: bool) -> bool:
-    """Returns whether a mask `[batch, 1, queries, seq]` hides padded keys, and no query sees none.
+    """Whether a mask `[batch, 1, queries, seq]` hides padded keys and shows some to each query.
 
-    Args:
-        mask: of an attention.
-        keep: `[batch, seq]`, which rows are valid.
-        own: whether the queries are rows; padded ones may see none.
+    Where the queries are rows (`own`), padded ones may see none.
     """
-    shown = _seen(mask.reshape(keep.shape[0], -1, keep.shape[1]))
+    shown = _shown_keys(mask.reshape(keep.shape[0], -1, keep.shape[1]))
     if shown is None:
         return False
     sees = shown.any(2)
     return bool(~(shown & ~keep[:, None]).any() & ((sees | ~keep) if own else sees).all())
 
 
-def _seen(mask: Tensor) -> Tensor | None:
-    """Returns which keys a mask shows; None: of some it says something else."""
+def _shown_keys(mask: Tensor) -> Tensor | None:
+    """Returns the keys that a mask shows; None: for some it is neither 0 nor hiding."""
     if mask.dtype == torch.bool:
         return mask
     seen = mask == 0

@@ -34,13 +34,13 @@ class GatheredStore(RowStore):
     The model gets parameters on the meta device in place of its own, once `install` has run.
 
     Args:
-        parameters: of the model; tied ones count once.
+        parameters: parameters of the model; tied ones count once.
         groups: the process groups, of more than one rank.
-        block: as for `RowStore`.
+        block: ranks that share the rows out, as for `RowStore`.
     """
 
     mode = "rounds"
-    in_rounds = True
+    in_rounds = keeps_meta = True
 
     def _allocate(self) -> None:
         """Takes this rank's rows of each parameter; the model's own are those of `install`."""
@@ -62,7 +62,7 @@ class GatheredStore(RowStore):
                 self.fill(own, p)
 
     def install(self, model: nn.Module) -> None:
-        """Gives a model parameters without memory; what it had is freed if nobody holds it."""
+        """Gives a model parameters without memory; the old ones are freed if nobody holds them."""
         for module in model.modules():
             for name, p in module._parameters.items():
                 if p is not None:
@@ -75,7 +75,7 @@ class GatheredStore(RowStore):
         self.rows(p).copy_(rows)
 
     def taken(self, tensor: Tensor) -> Tensor:
-        """Returns what graphs take for a tensor of the model: of a parameter this rank's rows."""
+        """Returns the tensor that graphs take: for a parameter of the model this rank's rows."""
         return self._taken.get(id(tensor), tensor)
 
     def rows(self, whole: Tensor) -> Tensor:
@@ -91,11 +91,11 @@ class GatheredStore(RowStore):
         return super().sharded(torch.empty(p.shape, device="meta"), rows)
 
     def reduction(self, comm_bucket_bytes: int = COMM_BUCKET_BYTES) -> RoundSum:
-        """Returns what adds up the rows of the rounds' gradients into `grad` of what is kept."""
+        """Returns a step's sum of gradients, which sets `grad` of the optimizer's parameters."""
         return RoundSum(self, comm_bucket_bytes)
 
     def finish(self) -> None:
-        """Gives what is kept the rows of the sum of all rounds."""
+        """Sets `grad` of the optimizer's parameters to their rows of the sum of all rounds."""
         for p in trained(self.whole):
             taken = self._taken[id(p)]
             gradient, taken.grad = taken.grad, None
@@ -103,7 +103,7 @@ class GatheredStore(RowStore):
                 self._shards[id(p)].grad = self.sharded(p, self._own(gradient, p.shape))
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> DispatchError | None:
-        """Takes over what was frozen since, in the model or in what the optimizer has."""
+        """Copies changes of `requires_grad` between the model's and the optimizer's parameters."""
         problem = super().follow(parameters)
         for p in self.whole:
             if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
@@ -116,7 +116,7 @@ class GatheredStore(RowStore):
         return problem
 
     def failed(self) -> None:
-        """Forgets what a step has summed so far: it raised."""
+        """Drops the gradients of a step that raised."""
         for taken in self._taken.values():
             taken.grad = None
 
@@ -145,8 +145,8 @@ class RoundSum(Reduction):
     """This rank's rows of the gradients of all rounds, summed over the blocks at the end.
 
     Args:
-        store: whose gradients.
-        comm_bucket_bytes: as for `Reduction`.
+        store: store whose gradients are summed.
+        comm_bucket_bytes: bytes of gradients that are sent at once.
     """
 
     takes_all = True
@@ -167,12 +167,7 @@ class RoundSum(Reduction):
         return self._added_bytes + super().total_bytes
 
     def deliver(self, p: nn.Parameter, gradient: Tensor | None) -> None:
-        """Adds the rows of a round's sum.
-
-        Args:
-            p: what graphs take for a parameter.
-            gradient: of its shape; None: backward found none.
-        """
+        """Adds the rows of a round's sum to those of the tensor that graphs take."""
         if gradient is None or not p.requires_grad:
             return
         p.grad = gradient if p.grad is None else p.grad.add_(gradient)
@@ -180,7 +175,7 @@ class RoundSum(Reduction):
         self.early_bytes += gradient.nbytes
 
     def finish(self) -> None:
-        """Sets `grad` of what is kept to this rank's rows of the sum.
+        """Sets `grad` of the optimizer's parameters to this rank's rows of the sum.
 
         Raises:
             GroupError: a rank of another block did not live.

@@ -1,4 +1,4 @@
-"""Parameters that have a shape and no memory yet: what stands for those of the meta device.
+"""Parameters that have a shape and no memory yet, in place of those of the meta device.
 
     meta          shape, dtype; no device       as the user made it
     hollow        shape, dtype, device, 0 bytes  a store is made of these
@@ -17,8 +17,8 @@ def hollow(p: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Returns a parameter like one of the meta device, on a device, without memory.
 
     Args:
-        p: on the meta device; its shape, strides, dtype, `requires_grad` and attributes are taken.
-        device: where its memory will be.
+        p: parameter on the meta device, whose shape, strides, dtype and attributes it gets.
+        device: device on which its memory will be.
     """
     empty = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=device)
     empty.untyped_storage().resize_(0)

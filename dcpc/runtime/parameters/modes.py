@@ -1,4 +1,4 @@
-"""The ways to hold parameters, and what each keeps on a rank."""
+"""Makes the store of each mode of parameters, and the shapes of the rows that a rank keeps."""
 
 from __future__ import annotations
 
@@ -20,16 +20,21 @@ _SHARING: dict[str, type[RowStore]] = {s.mode: s for s in (RowStore, SharedStore
 _in_use: weakref.WeakSet[RowStore] = weakref.WeakSet()
 
 
+def kind_of(mode: str, groups: Groups) -> type[ParameterStore]:
+    """Returns the kind of store of a mode; a rank alone holds all parameters in each mode."""
+    return WholeStore if groups.world == 1 else _SHARING.get(mode, WholeStore)
+
+
 def store_of(
     mode: str, parameters: Iterable[nn.Parameter], groups: Groups, block: int = 0
 ) -> ParameterStore:
-    """Returns who holds what of a model's parameters; a rank alone holds all.
+    """Returns the store of a model's parameters in a mode; a rank alone holds all of them.
 
     Args:
         mode: "whole", "step", "pull" or "rounds".
-        parameters: of the model; in "rounds" the store's `install` gives it others.
+        parameters: parameters of the model; in "rounds" the store's `install` gives it others.
         groups: the process groups.
-        block: ranks that share them out; 0: all.
+        block: number of ranks that share them out; 0: all.
 
     Raises:
         DispatchError: another compiled model shares out some of them otherwise.
@@ -63,8 +68,8 @@ def shares(parameters: Iterable[nn.Parameter], world: int) -> list[nn.Parameter]
     """Returns parameters on the meta device like the rows of the rank that has most of them.
 
     Args:
-        parameters: of the model.
-        world: ranks.
+        parameters: parameters of the model.
+        world: number of ranks.
     """
     return [
         nn.Parameter(p.new_empty(SharedRows(p.shape, world).shape_of(0), device="meta"),

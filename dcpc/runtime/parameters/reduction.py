@@ -44,10 +44,10 @@ class CommBucket:
     """Parameters whose gradients are summed at once.
 
     Attributes:
-        params: them.
-        waits_for: ids of those whose gradient is not final.
+        params: parameters of the bucket.
+        waits_for: ids of the parameters whose gradient is not final.
         flat: all gradients while they are on the wire, then their sum.
-        work: what waits for the sum.
+        work: handle that waits for the sum.
     """
 
     params: list[torch.nn.Parameter]
@@ -73,10 +73,10 @@ class CommBucket:
         self.work.wait()
 
     def spread(self, used: Mapping[int, int]) -> None:
-        """Gives each parameter that has a gradient anywhere the sum.
+        """Sets `grad` of each parameter that has a gradient on some rank to its sum.
 
         Args:
-            used: id of a parameter -> whether it has.
+            used: id of a parameter -> whether some rank has a gradient of it.
         """
         for p, piece in zip(self.params, self._pieces(), strict=True):
             if used[id(p)]:
@@ -119,10 +119,10 @@ class Reduction:
     """The sum of all parameters' gradients over all ranks, once.
 
     Args:
-        params: those that train, each once, in the same order on every rank.
+        params: parameters that train, each once, in the same order on every rank.
         groups: the process groups.
-        bucket_bytes: most bytes of a comm bucket (one larger parameter is one of its own).
-        bucket: makes a comm bucket of its parameters.
+        bucket_bytes: largest size of a comm bucket (a larger parameter has one of its own).
+        bucket: function that makes a comm bucket of its parameters.
 
     Attributes:
         early_bytes: bytes that were on the wire before the last backward had ended.
@@ -161,11 +161,11 @@ class Reduction:
         return sum(b.size_bytes for b in self._buckets)
 
     def deliver(self, p: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """Takes what the last backward adds to `p.grad`; this rank adds nothing to it any more.
+        """Takes a gradient of the last backward: this rank adds no more to that parameter's.
 
         Args:
             p: one of the parameters.
-            gradient: of its shape; None: backward found none.
+            gradient: gradient of its shape; None: backward found none.
 
         Raises:
             GroupError: a rank did not live.
@@ -184,23 +184,23 @@ class Reduction:
         self._settled(bucket, p)
 
     def _settled(self, bucket: CommBucket, p: torch.nn.Parameter) -> None:
-        """Sends what can be, now that nothing is added to a parameter's gradient any more."""
+        """Sends the comm buckets that are complete, as a parameter's gradient is final."""
         self._used[id(p)] = p.grad is not None
         bucket.waits_for.discard(id(p))
         self._send()
 
     def collect(self) -> None:
-        """Takes what a backward, not the last one, has left in `grad`: it stays there."""
+        """Takes the gradients of a backward before the last: they stay in `grad`."""
 
     def give_up(self) -> None:
-        """Takes part in the sum without what this rank has: it could not run all of its part."""
+        """Takes part in the sum without gradients: this rank could not run all of its part."""
         self.given_up = True
         for bucket in self._buckets:
             for p in bucket.params:
                 p.grad = None
 
     def send(self) -> None:
-        """Sends what is left: backward has ended.
+        """Sends the comm buckets that are left: backward has ended.
 
         Raises:
             GroupError: a rank did not live.
@@ -212,7 +212,7 @@ class Reduction:
         self._send()
 
     def finish(self) -> None:
-        """Sends what is left, waits, and sets every parameter's `grad` to the sum; alone: nothing.
+        """Sends the buckets that are left, waits, and sets `grad` to the sum; alone: nothing.
 
         Raises:
             GroupError: a rank did not live.
@@ -271,7 +271,7 @@ def used_anywhere(
     None where one of them gave the step up.
 
     Args:
-        used: of this rank; in the same order on every rank.
+        used: id of a parameter -> whether this rank has a gradient; ordered alike on all ranks.
         groups: the process groups.
         given_up: whether this rank gave up.
     """
@@ -291,12 +291,12 @@ def broken_sum(groups: Groups, e: RuntimeError) -> GroupError:
 
 
 def trained(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """Returns those that require a gradient, tied ones once."""
+    """Returns the parameters that require a gradient, tied ones once."""
     return list({id(p): p for p in parameters if p.requires_grad}.values())
 
 
 def summary(params: Sequence[torch.nn.Parameter]) -> str:
-    """Returns what all ranks' parameters have in common if their gradients can be added."""
+    """Returns a text that is equal on ranks whose gradients can be added."""
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in params})
     numel = sum(p.numel() for p in params)
     return f"{len(params)} parameters, {numel} elements of {'+'.join(kinds) or 'no type'}"
@@ -310,8 +310,8 @@ def in_runs(
     In the order in which runs are complete when parameters come in this order.
 
     Args:
-        params: each once.
-        bucket_bytes: most bytes of a run (one larger parameter is one of its own).
+        params: parameters, each once.
+        bucket_bytes: largest size of a run (a larger parameter is a run of its own).
     """
     done: list[list[torch.nn.Parameter]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}

@@ -82,7 +82,7 @@ class RowStore(ParameterStore):
         return make(over, kind, ranks, mesh_dim_names=("replicate", "shard"))
 
     def _make_shards(self) -> None:
-        """Makes what an optimizer has of the memory in which parameters lie now."""
+        """Makes the optimizer's parameters: rows of the memory in which the model's lie now."""
         self._shards = {
             id(p): nn.Parameter(self.sharded(p, self.rows(p)), p.requires_grad) for p in self.whole
         }
@@ -102,11 +102,11 @@ class RowStore(ParameterStore):
 
     @property
     def kept(self) -> list[nn.Parameter]:
-        """What an optimizer has, in the order of `whole`: a `DTensor` each."""
+        """Parameters that an optimizer has, in the order of `whole`: a `DTensor` each."""
         return [self._shards[id(p)] for p in self.whole]
 
     def shard(self, tensor: Any) -> Any:
-        """Returns what a user has for a tensor of the model: itself if it is no parameter."""
+        """Returns a user's tensor for one of the model's: itself if it is no parameter."""
         return self._shards.get(id(tensor), tensor)
 
     def rows(self, whole: Tensor) -> Tensor:
@@ -117,8 +117,8 @@ class RowStore(ParameterStore):
         """Returns the `DTensor` of which this rank has these rows.
 
         Args:
-            p: a whole parameter, whose shape it has.
-            rows: of this rank.
+            p: whole parameter, whose shape it has.
+            rows: rows of this rank.
         """
         same = self._dtensor.Replicate()
         places = [same] * (self._mesh.ndim - 1) + [self._dtensor.Shard(0) if p.dim() else same]
@@ -128,14 +128,14 @@ class RowStore(ParameterStore):
         return found
 
     def give(self, p: nn.Parameter, gradient: Tensor) -> None:
-        """Makes this rank's rows of a gradient the `grad` of what is kept of a parameter."""
+        """Sets `grad` of the optimizer's parameter to this rank's rows of a gradient."""
         rows = self.rows(p)
         same = gradient.stride() == rows.stride()
         local = gradient if same else torch.empty_like(rows).copy_(gradient)
         self._shards[id(p)].grad = self.sharded(p, local)
 
     def reduction(self, comm_bucket_bytes: int = COMM_BUCKET_BYTES) -> Reduction:
-        """Returns what sums the gradients of one step into `grad` of what is kept."""
+        """Returns a step's sum of gradients, which sets `grad` of the optimizer's parameters."""
         self._comm_bucket_bytes = comm_bucket_bytes
 
         def bucket(params: list[nn.Parameter]) -> CommBucket:
@@ -144,7 +144,7 @@ class RowStore(ParameterStore):
         return Reduction(trained(self.whole), self.groups, comm_bucket_bytes, bucket)
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> DispatchError | None:
-        """Takes over what was frozen since, in the model or in what the optimizer has."""
+        """Copies changes of `requires_grad` between the model's and the optimizer's parameters."""
         if [id(p) for p in dict.fromkeys(parameters)] != [id(p) for p in self.whole]:
             return DispatchError(
                 "a parameter of the model was replaced since it was compiled, and ranks share out "
@@ -166,7 +166,7 @@ class RowStore(ParameterStore):
         return None
 
     def failed(self) -> None:
-        """Forgets what a step has summed so far: it raised."""
+        """Drops the gradients of a step that raised."""
         for p in self.whole:
             p.grad = None
 
@@ -177,7 +177,7 @@ class RowStore(ParameterStore):
         """Gathers the rows of parameters that each rank has written; collective over all ranks.
 
         Args:
-            params: whole ones, the same on every rank.
+            params: whole parameters, the same on every rank.
         """
         pg = self.groups.of(self.groups.world)
         with torch.no_grad():
@@ -230,8 +230,8 @@ class RowStore(ParameterStore):
         """Writes the rows of values that are `DTensor`s; collective over all ranks.
 
         Args:
-            values: a state dict.
-            model: that will load it.
+            values: state dict to load.
+            model: model that will load it.
 
         Returns:
             The state dict, with the whole parameters in place of these.
@@ -254,7 +254,7 @@ class RowStore(ParameterStore):
         return found
 
     def _loading(self, own: nn.Parameter, value: Tensor) -> Tensor:
-        """Returns what the model loads of a whole value for one of its parameters: all of it."""
+        """Returns the value that the model loads for one of its parameters: the whole one."""
         return value
 
 
@@ -295,7 +295,7 @@ class _ScatteredBucket(CommBucket):
             self._arrived = self.flat = None
 
     def spread(self, used: Mapping[int, int]) -> None:
-        """Gives what is kept of each parameter its rows of the sum."""
+        """Sets `grad` of the optimizer's parameters to their rows of the sum."""
         assert self.store is not None, "made by a store"
         assert self._part is not None, "nobody waited"
         groups = self.store.groups

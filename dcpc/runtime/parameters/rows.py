@@ -1,4 +1,4 @@
-"""Rows of a parameter: what each rank owns of it where ranks share it out.
+"""Rows of a parameter: the part that each rank owns where ranks share it out.
 
 Rows of dim 0, as torch's `Shard(0)` and `torch.chunk` divide them: all ranks have the same number,
 those at the end fewer or none. A scalar is each rank's own.
@@ -24,8 +24,8 @@ class SharedRows:
     """How ranks share out the rows of a tensor.
 
     Attributes:
-        shape: of the whole tensor.
-        world: ranks.
+        shape: shape of the whole tensor.
+        world: number of ranks.
     """
 
     shape: torch.Size
@@ -62,7 +62,7 @@ class SharedRows:
 
         Args:
             parts: (ranks, `count` times `row_numel`), of which the end may stay as it is.
-            whole: of `shape`.
+            whole: tensor of `shape`.
         """
         if not self.shape:
             parts.copy_(whole)
@@ -90,8 +90,8 @@ class RowLayout:
     """Where the rows of several tensors lie in one flat tensor.
 
     Attributes:
-        splits: of each tensor.
-        world: ranks.
+        splits: division of each tensor's rows.
+        world: number of ranks.
     """
 
     splits: tuple[SharedRows, ...]

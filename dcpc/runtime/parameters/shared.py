@@ -43,7 +43,7 @@ class SharedMemory:
     """Memory that all ranks map, filled with zeros; collective over all ranks.
 
     Args:
-        size_bytes: at least 1, the same on every rank.
+        size_bytes: size of the memory, at least 1, the same on every rank.
         groups: the process groups.
 
     Raises:
@@ -75,8 +75,8 @@ class SharedMemory:
         """Returns some of the bytes, as memory of their own.
 
         Args:
-            start: first byte.
-            size_bytes: how many, at least 1.
+            start: offset of the first byte.
+            size_bytes: number of bytes, at least 1.
         """
         raw = torch.frombuffer(self._map, dtype=torch.uint8, count=size_bytes, offset=start)
         return raw.untyped_storage()
@@ -86,7 +86,7 @@ class SharedMemory:
         """Keeps the other ranks out; the kernel lets go of the lock of a process that ends.
 
         Args:
-            number: which lock, from 0.
+            number: number of the lock, from 0.
         """
         fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, number)
         try:
@@ -104,7 +104,7 @@ class SharedStore(RowStore):
     """Mode "pull": whole parameters that all ranks of a host map, each updating its rows.
 
     Args:
-        parameters: of the model, the same on every rank; tied ones count once.
+        parameters: parameters of the model, the same on every rank; tied ones count once.
         groups: the process groups, of more than one rank, all on the CPU of one host.
 
     Raises:
@@ -148,22 +148,17 @@ class SharedStore(RowStore):
         weakref.finalize(self, _own_again, moved).atexit = False
 
     def reduction(self, comm_bucket_bytes: int = COMM_BUCKET_BYTES) -> SharedSum:
-        """Returns what sums the gradients of one step into `grad` of what is kept."""
+        """Returns a step's sum of gradients, which sets `grad` of the optimizer's parameters."""
         self._unfinished = True
         return SharedSum(self)
 
     def add(self, p: nn.Parameter, gradient: Tensor) -> None:
-        """Adds to the sum of all ranks.
-
-        Args:
-            p: a whole parameter.
-            gradient: of it.
-        """
+        """Adds this rank's gradient of a whole parameter to the sum of all ranks."""
         with self._memory.lock(self._numbers[id(p)]), torch.no_grad():
             self._sums[id(p)].add_(gradient)
 
     def take(self, used: dict[int, int]) -> None:
-        """Gives what is kept of each parameter its rows of the sum, and clears them.
+        """Sets `grad` of the optimizer's parameters to their rows of the sum, and clears these.
 
         Args:
             used: id of a whole parameter -> whether any rank has a gradient of it.
@@ -184,22 +179,17 @@ class SharedStore(RowStore):
         return super().rows(whole.data)
 
     def fill(self, p: nn.Parameter, value: Tensor) -> None:
-        """Writes this rank's rows of a parameter; `loaded` ends a series of these.
-
-        Args:
-            p: one of `whole`.
-            value: of the whole parameter, the same on every rank; of its shape.
-        """
+        """Writes this rank's rows of a parameter; `loaded` ends a series of these."""
         with torch.no_grad():
             self.rows(p).copy_(self.rows(value))
 
     def loaded(self) -> None:
-        """Waits until every rank has written what it loads; collective over all ranks."""
+        """Waits until every rank has written its rows; collective over all ranks."""
         agree(self.groups, self.groups.world, "shared parameters", "written")
         self._versions = [p._version for p in self.whole]
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> DispatchError | None:
-        """Takes over what was frozen since, in the model or in what the optimizer has."""
+        """Refuses writes to whole parameters; then as the store of mode "step"."""
         written = [p for p, v in zip(self.whole, self._versions, strict=True) if p._version != v]
         if written:
             return DispatchError(
@@ -211,7 +201,7 @@ class SharedStore(RowStore):
         return super().follow(parameters)
 
     def begin(self) -> None:
-        """Clears what a step that raised has left; collective over all ranks if there was one."""
+        """Clears the sum of a step that raised; collective over all ranks if there was one."""
         if self._unfinished:
             agree(self.groups, self.groups.world, "an unfinished sum of gradients", "cleared")
             for total in self._sums.values():
@@ -238,7 +228,7 @@ class SharedSum(Reduction):
     """The sum of gradients in the memory of all ranks.
 
     Args:
-        store: whose gradients.
+        store: store whose gradients are summed.
 
     Attributes:
         early_bytes: bytes that were added as soon as backward had made them.
@@ -259,36 +249,31 @@ class SharedSum(Reduction):
         return self._added_bytes
 
     def deliver(self, p: nn.Parameter, gradient: Tensor | None) -> None:
-        """Adds what a backward makes of a parameter's gradient.
-
-        Args:
-            p: one of the parameters.
-            gradient: of its shape; None: backward found none.
-        """
+        """Adds the gradient that a backward makes for a parameter; None: it found none."""
         if gradient is None:
             return
         self._add(p, gradient)
         self.early_bytes += p.numel() * p.dtype.itemsize
 
     def collect(self) -> None:
-        """Adds what a backward has left in `grad`."""
+        """Adds the gradients that a backward has left in `grad`, and empties it."""
         for p in self._params:
             if p.grad is not None:
                 gradient, p.grad = p.grad, None
                 self._add(p, dense_gradient(gradient))
 
     def give_up(self) -> None:
-        """Adds nothing more; what this rank has added is cleared before the next step."""
+        """Adds nothing more; the sum so far is cleared before the next step."""
         self.given_up = True
         for p in self._params:
             p.grad = None
 
     def send(self) -> None:
-        """Adds what is left: backward has ended."""
+        """Adds the gradients that are left: backward has ended."""
         self.collect()
 
     def finish(self) -> None:
-        """Waits for all ranks, and sets `grad` of what is kept to this rank's rows of the sum.
+        """Waits for all ranks, and sets `grad` of the optimizer's parameters to their rows.
 
         Raises:
             GroupError: a rank did not live.

@@ -27,15 +27,16 @@ from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES, Reduction, trai
 
 
 class ParameterStore(ABC):
-    """Who holds what of a model's parameters: what is not said otherwise each rank has whole.
+    """Store of a model's parameters; as written here, each rank has all of them whole.
 
     Attributes:
         groups: the process groups.
         whole: parameters that variants run on, each once.
         mode: name of this way to hold them.
-        in_rounds: whether ranks go through a step together, see `gathered.py`.
-        block: ranks that do.
+        in_rounds: whether ranks of a block go through a step together, see `gathered.py`.
+        block: number of ranks that share the parameters out.
         partial: whether this rank's optimizer has only some of the parameters.
+        keeps_meta: whether the model's own parameters stay on the meta device.
     """
 
     groups: Groups
@@ -44,6 +45,10 @@ class ParameterStore(ABC):
     in_rounds: bool = False
     block: int = 0
     partial: bool = False
+    keeps_meta: bool = False
+
+    def install(self, model: nn.Module) -> None:  # noqa: B027 - nothing, where it has its own
+        """Gives a model the parameters that it has from now on: its own."""
 
     @property
     @abstractmethod
@@ -52,14 +57,14 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def shard(self, tensor: Any) -> Any:
-        """Returns what a user has for a tensor of the model: itself if it is no parameter."""
+        """Returns a user's tensor for one of the model's: itself if it is no parameter."""
 
     @abstractmethod
     def follow(self, parameters: Iterable[nn.Parameter]) -> DispatchError | None:
         """Takes the model's parameters as they are now: some may be others.
 
         Args:
-            parameters: of the model.
+            parameters: parameters of the model.
 
         Returns:
             Reason why no step can be taken; None: there is none.
@@ -68,7 +73,7 @@ class ParameterStore(ABC):
     def named_parameters(
         self, model: nn.Module, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields what a user has for a model's parameters, under their names in the model."""
+        """Yields a user's tensor for each parameter, under its name in the model."""
         for name, p in model.named_parameters(prefix, True, remove_duplicate):
             yield name, self.shard(p)
 
@@ -87,8 +92,8 @@ class ParameterStore(ABC):
         """Writes the part of a parameter's value that this rank keeps: all of it.
 
         Args:
-            p: one of `whole`.
-            value: whole value, the same on every rank; of the parameter's shape.
+            p: parameter, one of `whole`.
+            value: value of the whole parameter, the same on every rank.
         """
         with torch.no_grad():
             p.copy_(value)
@@ -101,7 +106,7 @@ class ParameterStore(ABC):
         """Gets ready for a step."""
 
     def failed(self) -> None:  # noqa: B027
-        """Forgets what a step has summed so far: it raised."""
+        """Drops the gradients of a step that raised."""
 
 
 class WholeStore(ParameterStore):
@@ -125,7 +130,7 @@ class WholeStore(ParameterStore):
         return self.whole
 
     def shard(self, tensor: Any) -> Any:
-        """Returns what a user has for a tensor of the model: itself."""
+        """Returns a user's tensor for one of the model's: itself."""
         return tensor
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> None:

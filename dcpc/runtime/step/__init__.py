@@ -1,1 +1,1 @@
-"""The train step: micro-batches, the sum of gradients, what was measured."""
+"""The train step: micro-batches, the sum of gradients, measured seconds."""

@@ -1,4 +1,4 @@
-"""Seconds of what a device did, without waiting for it in between.
+"""Measures the seconds of a device's work, without waiting for it in between.
 
 On the CPU a mark is the time of day. On a GPU it is an event in the stream that computes: the host
 runs ahead of it, so its own clock would say when work was asked for, not when it was done. Other
@@ -17,7 +17,7 @@ class Clock:
     """Marks moments of a device, and says afterwards how many seconds lay between them.
 
     Args:
-        device: that computes.
+        device: device that computes.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What all ranks know of a step: its total weight, equal inputs, and numbers of each rank."""
+"""Facts that all ranks know of a step: its total weight, equal inputs, numbers of each rank."""
 
 from __future__ import annotations
 

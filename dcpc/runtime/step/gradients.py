@@ -25,7 +25,8 @@ def reduce_gradients(
     step.
 
     Args:
-        parameters: all of the model's, in the same order on every rank; tied ones count once.
+        parameters: parameters of the whole model, in the same order on every rank; tied ones count
+            once.
         groups: the process groups.
         state: state of the model, as for `train_step`.
 
@@ -44,8 +45,8 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
     After the sum over ranks: every rank has the whole gradient and finds the same norm.
 
     Args:
-        parameters: of the whole model.
-        max_norm: above 0, in the 2-norm.
+        parameters: parameters of the whole model.
+        max_norm: largest 2-norm, above 0.
 
     Returns:
         The norm of all gradients together, before.
@@ -59,7 +60,7 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float) ->
 
 
 def check_norm(max_norm: object) -> None:
-    """Refuses what is no largest norm of a gradient.
+    """Refuses a largest norm that is no positive number.
 
     Raises:
         DataError: it is no positive number.

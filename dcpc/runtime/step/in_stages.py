@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from dcpc.runtime.pipeline.grid import PipelineGrid
 from dcpc.runtime.pipeline.schedule import PipelineSchedule, check
 from dcpc.runtime.pipeline.stage import Shaped, StageSetting
 from dcpc.runtime.step.clock import Clock
-from dcpc.runtime.step.execution import Ran
+from dcpc.runtime.step.execution import Ran, ReadyStep
 from dcpc.runtime.step.facts import gather_facts
 from dcpc.runtime.step.gradients import check_norm
 
@@ -33,16 +34,17 @@ class InStages:
     """Runs this rank's stage of a model in stages; it is an `Execution`.
 
     Attributes:
-        grid: where it is among the stages and pipelines.
-        settings: its stage with each setting of recompute.
-        parameters: of the model by name: those that its stage reads.
-        store: what holds them, for an optimizer.
-        summed: sums their gradients over all ranks, and returns the bytes that were summed.
-        given: returns what stages take of a micro-batch, the same on all ranks of a pipeline.
+        grid: place of this rank among the stages and pipelines.
+        settings: stage of this rank, with each setting of recompute.
+        parameters: parameters that the stage reads, by their names in the model.
+        store: store of these parameters.
+        summed: function that sums their gradients over all ranks and returns the summed bytes.
+        given: function that returns the inputs that stages take of a micro-batch, the same on all
+            ranks of a pipeline.
         seed: (epoch, number of the step, of the micro-batch) -> seed of its random numbers.
         shapes: (micro-batch, lengths) -> shape and dtype of what forward returns, the loss first;
             None: the loss alone is wanted.
-        take: takes what a micro-batch returned.
+        take: function that keeps the outputs of a micro-batch.
     """
 
     grid: PipelineGrid
@@ -54,8 +56,6 @@ class InStages:
     seed: Callable[[int, int, int], int]
     shapes: Callable[[MicroBatch, Sizes], Sequence[Shaped]] | None = None
     take: Callable[[MicroBatch, Sequence[Tensor]], None] | None = None
-    _schedule: PipelineSchedule = field(default=PipelineSchedule((), ()))
-    _batches: list[PipelineBatch] = field(default_factory=list)
 
     def _counts(self, name: str) -> bool:
         """Whether this rank counts its part of a parameter's gradient: no element counts twice."""
@@ -64,15 +64,15 @@ class InStages:
         first = not grid.replica and not grid.lane
         return p.requires_grad and (not alone or (first and min(grid.readers[name]) == grid.stage))
 
-    def ready(self, step: Step) -> str:
-        """Returns how many stages there are; takes the step's schedule and its inputs.
+    def ready(self, step: Step) -> ReadyStep:
+        """Returns this rank's part of a step, with its schedule and its inputs.
 
         Raises:
             PlanError: the schedule does not end, or is none of these stages.
         """
-        self._schedule = _schedule(self.grid, step)
-        self._batches = [self._batch(step, mb) for mb in step.micro_batches]
-        return f"{self.grid.stages} stages"
+        schedule = _schedule(self.grid, step)
+        batches = [self._batch(step, mb) for mb in step.micro_batches]
+        return ReadyStep(f"{self.grid.stages} stages", partial(self._run, step, schedule, batches))
 
     def _batch(self, step: Step, mb: MicroBatch) -> PipelineBatch:
         """Returns a micro-batch as the executor takes it, on this rank's device."""
@@ -81,14 +81,19 @@ class InStages:
         inputs, sizes = self.given(mb.bucket, found, {**mb.bucket.sizes, BATCH: rows})
         return PipelineBatch(inputs, sizes, mb.weight, self.seed(step.epoch, step.index, mb.number))
 
-    def run(self, step: Step, total: float) -> Ran:
+    def _run(
+        self,
+        step: Step,
+        whole: PipelineSchedule,
+        every: Sequence[PipelineBatch],
+        total: float,
+    ) -> Ran:
         """Adds a step's gradient, summed over all ranks, to this stage's parameters."""
         # Where no label counts a mean is NaN, and so is NaN * 0: all stages leave it out.
         counted = [i for i, mb in enumerate(step.micro_batches) if mb.weight != 0]
-        every = self._batches
         shares = [replace(every[i], weight=every[i].weight / total) for i in counted]
         part, grid = None, self.grid
-        clock, schedule = Clock(grid.groups.device), self._schedule.only(counted)
+        clock, schedule = Clock(grid.groups.device), whole.only(counted)
         if counted:
             made = dict[int, Sequence[Tensor]]()
             keep = None if self.shapes is None else made.__setitem__

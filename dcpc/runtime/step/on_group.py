@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,7 +25,7 @@ from dcpc.runtime.parameters.row_store import RowStore
 from dcpc.runtime.parameters.store import WholeStore
 from dcpc.runtime.planner.plans import PlannedMicroBatch, rounds_of
 from dcpc.runtime.step.clock import Clock
-from dcpc.runtime.step.execution import Ran
+from dcpc.runtime.step.execution import Ran, ReadyStep
 from dcpc.runtime.step.facts import gather_facts
 from dcpc.runtime.step.gradients import clip_gradients
 from dcpc.runtime.step.shortage import Attempt, OutOfMemoryInStepError, Shortage
@@ -37,26 +38,28 @@ Deliver = Callable[[torch.nn.Parameter, torch.Tensor], None]
 
 
 class InRounds(Protocol):
-    """What a step in rounds asks of the model."""
+    """The model's part of a step in rounds, in which the ranks of a block gather together."""
 
     def begin(self, together: Sequence[PlannedMicroBatch]) -> None:
-        """Begins a round, in which the ranks run these."""
+        """Begins a round, in which the ranks run these micro-batches."""
 
     def idle(self, deliver: Deliver) -> None:
         """Takes part in a round in which this rank runs nothing.
 
         Args:
-            deliver: takes what is taken for a parameter, and this rank's rows of its gradient.
+            deliver: function called with the tensor that graphs take for a parameter, and this
+                rank's rows of its gradient.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a rank does next.
+    """One turn of a rank in a step.
 
     Attributes:
-        own: what it runs; None: nothing, but it takes part in what others run.
-        together: what ranks of a block run in this round; empty: ranks go on without each other.
+        own: micro-batch that it runs; None: it only takes part in those of others.
+        together: micro-batches that the ranks of a block run in this round; empty: ranks go on
+            without each other.
     """
 
     own: MicroBatch | None
@@ -71,10 +74,11 @@ class OnGroup:
         call: (micro-batch, its inputs on the device) -> the loss, scalar; each rank of the
             micro-batch's group gets the same one and differentiates its share of it.
         store: parameters of the model, and the ranks the step was planned for.
-        prepare: compiles what a micro-batch needs, before seconds are measured.
-        delivering: lets backward hand over gradients before it ends; None: it does not.
-        in_rounds: the model, for a store whose parameters are gathered.
-        comm_bucket_bytes: gradients that are sent at once.
+        prepare: function that compiles a micro-batch's variant before seconds are measured.
+        delivering: context in which backward hands gradients over before it ends; None: there is
+            none.
+        in_rounds: model whose graphs gather parameters in rounds; None: ranks go on alone.
+        comm_bucket_bytes: bytes of gradients that are sent at once.
     """
 
     call: ModelCall
@@ -84,11 +88,11 @@ class OnGroup:
     in_rounds: InRounds | None = None
     comm_bucket_bytes: int = COMM_BUCKET_BYTES
 
-    def ready(self, step: Step) -> str:
-        """Returns which parameters are trained."""
-        return summary(trained(self.store.whole))
+    def ready(self, step: Step) -> ReadyStep:
+        """Returns this rank's part of a step; ranks compare the trained parameters."""
+        return ReadyStep(summary(trained(self.store.whole)), partial(self._run, step))
 
-    def run(self, step: Step, total: float) -> Ran:
+    def _run(self, step: Step, total: float) -> Ran:
         """Adds a step's gradient, summed over all ranks, to `grad` of the store's parameters.
 
         Raises:
@@ -116,7 +120,7 @@ class OnGroup:
         return clip_gradients(self.store.kept, max_norm)
 
     def _turns(self, step: Step) -> list[Turn]:
-        """Returns what this rank does, in order."""
+        """Returns this rank's turns, in order."""
         store, rank = self.store, self.store.groups.rank
         if not store.in_rounds:
             return [Turn(mb) for mb in step.micro_batches]
@@ -160,13 +164,6 @@ class OnGroup:
         """Returns this rank's part of the step's loss; groups count on their first rank.
 
         Marks the clock before the first micro-batch and after each.
-
-        Args:
-            turns: what this rank does, in order.
-            total: sum of the weights of all micro-batches.
-            reduction: sums the gradients.
-            clock: measures the seconds of each micro-batch.
-            attempt: takes down which micro-batch runs.
         """
         losses, groups = [], self.store.groups
         counts = [turn.own is not None and turn.own.weight != 0 for turn in turns]
@@ -222,12 +219,6 @@ def _given_up(
     """Returns who had too little memory, once all ranks know it and broken groups are made anew.
 
     Collective over all ranks.
-
-    Args:
-        step: that was given up.
-        shortage: of this rank; None: it could have gone on.
-        attempt: of this rank.
-        groups: the process groups.
     """
     if groups.device.type == "cuda":
         torch.cuda.empty_cache()

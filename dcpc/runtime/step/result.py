@@ -1,4 +1,4 @@
-"""What came of an optimizer step: its loss, and what was measured."""
+"""The result of a train step: its loss, and the measured seconds and bytes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dcpc.runtime.planner.plans import imbalance
 
 @dataclass(frozen=True)
 class MicroBatchOutputs:
-    """What a model's forward returned for a micro-batch of this rank.
+    """The outputs of forward for a micro-batch of this rank.
 
     Attributes:
-        micro_batch: with its samples (indices in the dataset), its inputs and its ranks, all of
+        micro_batch: micro-batch with its samples (indices in the dataset), inputs and ranks, all of
             which have these outputs.
-        loss: of the micro-batch, detached; None where it was not run, as its weight is 0.
-        outputs: what forward returned, in its own structure, detached; None likewise.
+        loss: loss of the micro-batch, detached; None where it was not run, as its weight is 0.
+        outputs: outputs of forward in its own structure, detached; None likewise.
     """
 
     micro_batch: MicroBatch
@@ -30,7 +30,7 @@ class MicroBatchOutputs:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came of a step.
+    """The loss of a train step, and its measured seconds and bytes.
 
     Attributes:
         loss: weighted mean loss of the global batch, float64 scalar, the same on every rank.
@@ -38,17 +38,17 @@ class StepResult:
             collectives included, compiling excluded.
         seconds_s: measured seconds of the whole step on this rank, reduction included.
         total_weight: sum of the weights of all micro-batches.
-        reduced_bytes: gradients that this rank put into the sum over ranks; 0 alone.
-        early_bytes: those of them that were on the way before its last backward had ended.
+        reduced_bytes: bytes of gradients that this rank put into the sum over ranks; 0 alone.
+        early_bytes: part of `reduced_bytes` that was sent before the last backward had ended.
         micro_batch_s: measured seconds of each micro-batch of this rank; 0 of one that does not
             count.
         reduction_s: measured seconds from the end of this rank's micro-batches to the sum of
             gradients: waiting for slower ranks, and the wire.
-        grad_norm: of the summed gradient before it was clipped; None: not asked for, or skipped.
+        grad_norm: norm of the summed gradient before clipping; None: not asked for, or skipped.
         skipped: whether its loss was NaN or infinite: gradients are as they were before it.
         every_s: measured seconds of each micro-batch of the plan, on its slowest rank, the same on
             every rank; 0 of one that does not count; empty: not asked for.
-        outputs: of each micro-batch of this rank, in order; empty: not asked for.
+        outputs: outputs of each micro-batch of this rank, in order; empty: not asked for.
     """
 
     loss: torch.Tensor

@@ -1,4 +1,4 @@
-"""A rank that runs out of memory within a step: how that is recognised, and what the ranks tell.
+"""Recognises a rank that runs out of memory within a step, and has all ranks give the step up.
 
 A rank that gives a step up still takes part in its sum of gradients, with nothing, so that all
 ranks arrive at its end; there they learn who had too little. Ranks that would wait for it in groups
@@ -34,9 +34,9 @@ class Shortage:
     """A rank that had too little memory for a micro-batch.
 
     Attributes:
-        rank: which one.
-        number: of the micro-batch in the step's plan.
-        wanted_bytes: of the allocation that failed; 0: not known.
+        rank: number of the rank.
+        number: number of the micro-batch in the step's plan.
+        wanted_bytes: bytes of the allocation that failed; 0: unknown.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class OutOfMemoryInStepError(Exception):
     """A step was given up on all ranks, with its gradients put back; the same on each.
 
     Attributes:
-        shortages: of all ranks, at least one.
+        shortages: shortages of all ranks, at least one.
     """
 
     def __init__(self, shortages: Sequence[Shortage]) -> None:
@@ -85,18 +85,18 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 class Attempt:
-    """One try at a step, on one rank: what it runs now, and what becomes of it.
+    """One rank's attempt at a step: the micro-batch that runs, and the end by lack of memory.
 
     Attributes:
-        running: the micro-batch that runs; None: none.
+        running: micro-batch that runs; None: none.
     """
 
     def __init__(self, groups: Groups, micro_batches: Sequence[MicroBatch]) -> None:
-        """Begins one; the same number on every rank, as all begin it.
+        """Begins an attempt; it has the same number on every rank, as all begin it.
 
         Args:
             groups: the process groups.
-            micro_batches: of this rank, in order.
+            micro_batches: micro-batches of this rank, in order.
         """
         self.running: MicroBatch | None = None
         self._groups = groups
@@ -112,7 +112,7 @@ class Attempt:
         broken on return.
 
         Args:
-            error: what its micro-batch raised.
+            error: error that the micro-batch raised.
             in_rounds: whether all ranks gather parameters together meanwhile.
 
         Raises:
@@ -139,7 +139,7 @@ class Attempt:
         return found
 
     def forget(self) -> None:
-        """Deletes what was told; by one rank, once all are at the end of the step."""
+        """Deletes the message of a given-up step; rank 0 does, once all are at the step's end."""
         if self._store is not None and self._groups.rank == 0 and self._told():
             self._store.delete_key(self._key)
 

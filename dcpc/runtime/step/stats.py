@@ -1,4 +1,4 @@
-"""What has run so far, measured beside what was predicted."""
+"""Counts and seconds of all calls and steps so far, measured beside predicted."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class BucketSeconds:
     """Seconds of a bucket's micro-batches in train steps on this rank.
 
     Attributes:
-        runs: micro-batches.
-        predicted_s: of all of them together, forward and backward.
-        measured_s: the same, waits for other ranks inside collectives included.
+        runs: number of micro-batches.
+        predicted_s: predicted seconds of all of them, forward and backward.
+        measured_s: measured seconds of the same, waits for other ranks inside collectives included.
     """
 
     runs: int = 0
@@ -29,7 +29,7 @@ class BucketSeconds:
 
 @dataclass(slots=True)
 class Stats:
-    """What has run so far; of this rank where it does not say "of each rank".
+    """Counts and seconds so far, of this rank unless a line says "of each rank".
 
     Attributes:
         calls: bucket -> forward calls.
@@ -39,18 +39,18 @@ class Stats:
         steps: train steps, those skipped included.
         skipped: steps left out as their loss was NaN or infinite.
         variants: variants compiled.
-        wire_bytes: sent in the variants' collectives.
-        reduced_bytes: gradients put into the sums over ranks.
-        early_bytes: those of them on the way before the step's last backward had ended here.
+        wire_bytes: bytes sent in the variants' collectives.
+        reduced_bytes: bytes of gradients put into the sums over ranks.
+        early_bytes: part of `reduced_bytes` that was sent before a step's last backward had ended.
         busy_s: seconds of each rank in its micro-batches; waits inside collectives included.
         idle_s: seconds of each rank from its own last micro-batch to that of the last rank.
-        predicted_busy_s: of each rank, as planned.
+        predicted_busy_s: planned seconds of each rank in its micro-batches.
         predicted_imbalance: mean idle share the plans of the steps predicted, 0 to 1.
         measured_imbalance: mean idle share measured in the steps, 0 to 1.
         out_of_memory: bucket -> how often it was planned again, as a rank ran out of memory in it.
         budgets: bucket -> bytes that it may need of a rank since then, the model included.
-        speeds: of each rank beside the fastest, by which plans are made; nothing: all alike.
-        speed_changes: how often these followed what was measured.
+        speeds: speed of each rank beside the fastest, by which plans are made; empty: all alike.
+        speed_changes: number of times that `speeds` followed measured ones.
     """
 
     calls: dict[Bucket, int] = field(default_factory=dict)
@@ -128,7 +128,7 @@ def _added(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def _short(seconds: tuple[float, ...]) -> str:
-    """Up to eight ranks one by one, more of them as a range."""
+    """Returns seconds of up to eight ranks one by one, of more as a range."""
     if len(seconds) > 8:
         return f"{min(seconds):.3f} to {max(seconds):.3f}"
     return " ".join(f"{t:.3f}" for t in seconds)

@@ -15,7 +15,7 @@ import torch
 from dcpc.errors import DataError, DcpcError
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import agree
-from dcpc.runtime.step.execution import Execution, StepState
+from dcpc.runtime.step.execution import Execution, ReadyStep, StepState
 from dcpc.runtime.step.facts import gather_facts, refuse_different, total_weight
 from dcpc.runtime.step.gradients import beside_earlier, check_norm
 from dcpc.runtime.step.result import StepResult
@@ -35,9 +35,9 @@ def train_step(
     Collective over all ranks.
 
     Args:
-        execution: runs this rank's micro-batches.
-        step: from the loader.
-        clip: largest norm of all gradients together; longer ones are scaled down to it.
+        execution: execution of this rank's micro-batches.
+        step: step of the loader.
+        clip: largest norm of the whole gradient; a longer one is scaled down to it.
         nonfinite: what becomes of a loss that is NaN or infinite: "raise", or "skip" the step.
             Either way gradients are as they were before it. All ranks know the step's loss.
         state: state of the model that ranks compare. Default: none.
@@ -58,9 +58,10 @@ def train_step(
     if clip is not None:
         check_norm(clip)
     start_s, groups = time.perf_counter(), execution.store.groups
-    total = _begun(execution, step, f"clip {clip}, nonfinite {nonfinite}", state or StepState())
+    settings = f"clip {clip}, nonfinite {nonfinite}"
+    ready, total = _begun(execution, step, settings, state or StepState())
     with beside_earlier(execution.store) as put_back:
-        ran = execution.run(step, total)
+        ran = ready.run(total)
         own_s = _own_s(step, ran.micro_batch_s) if every else []
         facts = gather_facts([ran.loss, sum(ran.micro_batch_s), *own_s], groups)
         loss = facts[:, 0].sum()  # the same on every rank, and so is what follows from it
@@ -84,26 +85,23 @@ def train_step(
     )
 
 
-def _begun(execution: Execution, step: Step, settings: str, state: StepState) -> float:
-    """Returns the step's total weight, once all ranks are in it with the same model and samples.
-
-    Args:
-        execution: runs this rank's micro-batches.
-        step: from the loader.
-        settings: options of the step, the same on every rank.
-        state: state of the model that ranks compare.
-    """
-    groups, problem, own = execution.store.groups, state.problem, ""
+def _begun(
+    execution: Execution, step: Step, settings: str, state: StepState
+) -> tuple[ReadyStep, float]:
+    """Returns this rank's part of a step, and its total weight, once all ranks are in it."""
+    groups, problem, own, ready = execution.store.groups, state.problem, "", None
     try:
-        own = execution.ready(step)
+        ready = execution.ready(step)
+        own = ready.text
     except DcpcError as e:  # the other ranks wait for this one
         problem = problem or e
     text = f"{step.index} of epoch {step.epoch}, plan {step.plan.fingerprint}, {own}"
     agree(groups, groups.world, "step", f"{text}, {settings}{state.text}", problem)
+    assert ready is not None, "its problem was raised"
     state.check()
     execution.store.begin()
     refuse_different(step, groups)
-    return total_weight(step, groups)
+    return ready, total_weight(step, groups)
 
 
 def _own_s(step: Step, micro_batch_s: Sequence[float]) -> list[float]:

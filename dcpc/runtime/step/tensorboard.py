@@ -1,4 +1,4 @@
-"""Step by step into TensorBoard, where that is installed."""
+"""Writes train steps to TensorBoard, where that is installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dcpc.runtime.step.result import StepResult
 
 
 class TensorBoardLogger:
-    """Writes what each train step measured, beside what was predicted.
+    """Writes each train step's measured and predicted numbers to TensorBoard.
 
     Example:
         compiled.log_to(dcpc.TensorBoardLogger("runs/first"))
@@ -40,8 +40,8 @@ class TensorBoardLogger:
         """Writes one step.
 
         Args:
-            step: from the loader.
-            result: what `train_step` returned for it.
+            step: step of the loader.
+            result: result of `train_step` for it.
         """
         if self._writer is None:
             # Not at the top: it takes seconds, and dcpc works without it.

@@ -1,4 +1,4 @@
-"""`pipeline="auto"`: a step priced without a pipeline and with each number of stages; the least."""
+"""`pipeline="auto"`: prices a step without a pipeline and with each number of stages."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SAMPLES = 4  # of each rank, in the step that is priced: one bucket after the ot
 
 @dataclass(frozen=True)
 class ChosenStages:
-    """How a model is run on its ranks.
+    """The chosen way to run a model on its ranks.
 
     Attributes:
-        cut: its stages; None: no pipeline.
-        why: seconds of every way, as a line of the report.
+        cut: stages of the model; None: no pipeline.
+        why: line of the report with the seconds of every way.
     """
 
     cut: CutModel | None
@@ -50,14 +50,14 @@ def choose_stages(
     gradients at its end.
 
     Args:
-        model: the user's.
-        buckets: it is compiled for.
-        whole: planned without a pipeline; or why it does not fit so.
-        single: planned for one rank, with the memory of one of them.
-        world: ranks.
-        sp: ranks that run a stage together.
-        speeds: of each rank, as for `cut_model`.
-        parameters: as for `cut_model`.
+        model: model of the user.
+        buckets: buckets that it is compiled for.
+        whole: plan without a pipeline, or the error that says why it does not fit so.
+        single: plan for one rank, with the memory of one of them.
+        world: number of ranks.
+        sp: number of ranks that run a stage together.
+        speeds: speed of each rank, as for `cut_model`.
+        parameters: mode of parameters, as for `cut_model`.
 
     Raises:
         PlanError: it fits in no way: that of no pipeline.

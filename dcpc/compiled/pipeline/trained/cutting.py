@@ -1,4 +1,4 @@
-"""From a planned model and a number of stages to the stages and what plans their batches."""
+"""Cuts a planned model into stages, and makes the planner of their batches."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class CutModel:
     """A model cut into stages.
 
     Attributes:
-        plan: the stages, where the cut is, and what it costs.
-        layout: which rank of a pipeline runs what.
-        planner: of global batches.
-        shares_rows: whether ranks share out the optimizer's rows of what they all have.
+        plan: stages, with the cut and its costs.
+        layout: stage of each rank of a pipeline.
+        planner: planner of global batches.
+        shares_rows: whether ranks with the same parameters share out the optimizer's rows.
     """
 
     plan: StagePlan
@@ -50,13 +50,13 @@ def cut_model(
     """Returns the model cut for the mixture of all buckets, each as likely as any other.
 
     Args:
-        model: the user's.
-        buckets: it is compiled for.
-        planned: for one rank, with the memory of a rank.
-        stages: of a pipeline.
-        world: ranks, a multiple of stages * sp: pipelines share the samples.
-        sp: ranks that run a stage together.
-        speeds: of each rank, as a share of the fastest one's; none: they are equally fast. There is
+        model: model of the user.
+        buckets: buckets that it is compiled for.
+        planned: plan for one rank, with the memory of a rank.
+        stages: number of stages of a pipeline.
+        world: number of ranks, a multiple of stages * sp: pipelines share the samples.
+        sp: number of ranks that run a stage together.
+        speeds: speed of each rank beside the fastest one; none: they are equally fast. There is
             one cut for all pipelines: a place in them is as fast as its slowest rank.
         parameters: "whole", or "step": ranks that have the same parameters share out the
             optimizer's rows.

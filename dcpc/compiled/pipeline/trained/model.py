@@ -1,4 +1,4 @@
-"""What `dcpc.compile(pipeline=)` returns: a compiled model of which each rank runs a stage."""
+"""The result of `dcpc.compile(pipeline=)`: a compiled model of which each rank runs a stage."""
 
 from __future__ import annotations
 

@@ -43,10 +43,10 @@ class OwnStages:
     """Cuts programs of a model where it was cut.
 
     Attributes:
-        model: the user's.
-        cut: its stages.
-        traces: programs that were cut.
-        recompute: "auto", "none" or "all".
+        model: model of the user.
+        cut: stages of the model.
+        traces: traces whose programs were cut.
+        recompute: mode of recompute, "auto", "none" or "all".
         index: number of this rank's stage.
         lane: place of this rank among those of its stage.
     """
@@ -118,8 +118,8 @@ class OwnSetting:
     It is a `runtime.pipeline.stage.StageSetting`.
 
     Attributes:
-        stages: cuts programs.
-        programs: dims that are 1 in a trace -> the trace, and its calls without padding.
+        stages: stages of the model's programs.
+        programs: dims that are 1 in a trace -> its runnable, and its calls without padding.
         number: place of the setting among those that a schedule names.
     """
 
@@ -128,7 +128,7 @@ class OwnSetting:
     number: int
 
     def at(self, sizes: Sizes) -> ProgramStage:
-        """Returns what runs a micro-batch of these sizes."""
+        """Returns the stage that runs a micro-batch of these sizes."""
         named = {n: size for n, size in sizes.items() if not n.startswith(rows_name(0))}
         runnable, unpadding = self.programs[ones_of(named)]
         padded = self._with_padding(runnable)

@@ -1,4 +1,4 @@
-"""Who holds which parameter of a model in stages: a rank those of its stage, others none of them.
+"""The store of a model in stages: each rank has memory for the parameters of its stage alone.
 
 After compile a parameter that a rank's stage does not read is on the meta device there: it has a
 shape and no memory, and torch refuses whatever would read it. One that no stage reads stays.
@@ -30,10 +30,10 @@ class StageStore(ParameterStore):
     """Parameters of which each rank has those of its stage.
 
     Args:
-        model: the user's; parameters of other stages are replaced in it.
-        stages: of the pipeline.
-        groups: all ranks.
-        layout: which of them runs what.
+        model: model of the user; parameters of other stages are replaced in it.
+        stages: stages of the pipeline.
+        groups: process groups of all ranks.
+        layout: stage of each rank of a pipeline.
     """
 
     mode, partial = "stages", True
@@ -62,8 +62,8 @@ class StageStore(ParameterStore):
         Collective over all ranks.
 
         Args:
-            model: the user's.
-            grid: where this rank is.
+            model: model of the user.
+            grid: place of this rank among the stages and pipelines.
         """
         own = self.named(model)
         for which, members in grid.summing():
@@ -89,16 +89,16 @@ class StageStore(ParameterStore):
 
     @property
     def kept(self) -> list[nn.Parameter]:
-        """What an optimizer has, in the order of `whole`."""
+        """Parameters that an optimizer has, in the order of `whole`."""
         return [self.shard(p) for p in self.whole]
 
     def shard(self, tensor: Any) -> Any:
-        """Returns what a user has for a tensor of the model: its rows, where ranks share them."""
+        """Returns a user's tensor for one of the model's: its rows, where ranks share them."""
         found = (store.shard(tensor) for store in self._rows)
         return next((shard for shard in found if shard is not tensor), tensor)
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> DispatchError | None:
-        """Returns what is in the way of a step; None: nothing."""
+        """Returns the reason why no step can be taken; None: there is none."""
         self.whole = list(dict.fromkeys(p for p in parameters if not p.is_meta))
         for store in self._rows:
             own = {id(p) for p in store.whole}
@@ -108,7 +108,7 @@ class StageStore(ParameterStore):
         return None
 
     def failed(self) -> None:
-        """Forgets what a step has summed so far: it raised."""
+        """Drops the gradients of a step that raised."""
         for store in self._rows:
             store.failed()
 
@@ -116,8 +116,8 @@ class StageStore(ParameterStore):
         """Sums the gradients of a step over all ranks that read a parameter; collective.
 
         Args:
-            model: the user's.
-            grid: where this rank is.
+            model: model of the user.
+            grid: place of this rank among the stages and pipelines.
 
         Returns:
             The bytes of gradients that this rank put into sums.
@@ -157,7 +157,7 @@ class StageStore(ParameterStore):
         return found
 
     def load(self, values: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-        """Returns what the model loads of a whole state: other stages' parameters stay away.
+        """Returns the part of a whole state that is loaded: other stages' parameters stay away.
 
         Raises:
             DispatchError: a parameter has another shape.
@@ -178,8 +178,8 @@ class AgreedStages(AgreedState):
     """Parameters that must be the same on every rank of a stage; a step compares a share of them.
 
     Args:
-        parameters: returns those of this rank's stage, by name.
-        grid: where this rank is.
+        parameters: function that returns the parameters of this rank's stage, by name.
+        grid: place of this rank among the stages and pipelines.
     """
 
     def __init__(
@@ -195,13 +195,13 @@ class AgreedStages(AgreedState):
         """Returns the first problem, for all ranks to raise; collective over all ranks.
 
         Args:
-            problem: with this rank's model; None: there is none.
+            problem: problem of this rank's model; None: there is none.
         """
         apart = self._apart()  # all ranks take part, whatever is wrong here
         return StepState(problem=problem or apart)
 
     def _apart(self) -> GroupError | None:
-        """Returns which ranks of a stage have other values of its parameters than the first.
+        """Returns the error of a rank whose parameters differ from those of its stage's first rank.
 
         Collective over all ranks.
         """

@@ -28,11 +28,11 @@ class PipelinePlanner:
     A "length" that the costs are asked for is the number of a bucket.
 
     Attributes:
-        cost: of the stages.
-        buckets: that samples are in.
-        most: of each the most samples of a micro-batch.
-        layout: which rank of a pipeline runs what.
-        replicas: pipelines.
+        cost: costs of the stages.
+        buckets: buckets that samples are in.
+        most: largest number of samples of a micro-batch, for each bucket.
+        layout: stage of each rank of a pipeline.
+        replicas: number of pipelines.
     """
 
     cost: ScheduledStages
@@ -54,12 +54,12 @@ class PipelinePlanner:
         """Returns the planner of a model that was cut.
 
         Args:
-            stages: of the model.
-            devices: of each stage.
-            buckets: that samples are in.
-            layout: which rank of a pipeline runs what.
-            replicas: pipelines.
-            recompute: "auto", "none" or "all".
+            stages: stages of the model.
+            devices: device of each stage.
+            buckets: buckets that samples are in.
+            layout: stage of each rank of a pipeline.
+            replicas: number of pipelines.
+            recompute: mode of recompute, "auto", "none" or "all".
 
         Raises:
             PlanError: a sample of a bucket does not fit alone.
@@ -108,7 +108,7 @@ class PipelinePlanner:
         """Returns the plan of a batch; a pipeline for which no sample is left runs nothing.
 
         Args:
-            samples: id and bucket of each.
+            samples: id and bucket of each sample.
             table: hash of the plan table, for the plan to carry.
         """
         found = self.pipelines([bucket for _, bucket in samples])
@@ -146,11 +146,11 @@ class PipelinePlanner:
     def pipelines(
         self, buckets: Sequence[Bucket], limit: int = SEARCHED
     ) -> tuple[PlannedPipeline, ...]:
-        """Returns what each pipeline runs, as many as there are samples for.
+        """Returns the plan of each pipeline, as many as there are samples for.
 
         Args:
-            buckets: of each sample.
-            limit: simulated actions for the search of a schedule.
+            buckets: bucket of each sample.
+            limit: number of simulated actions for the search of a schedule.
         """
         numbers = [self.buckets.index(b) for b in buckets]
         apart = dict(enumerate(self.most))
@@ -174,9 +174,9 @@ def recomputed(stage: ProgramStage, steps: int, recompute: str) -> list[ProgramS
     """Returns a stage with each recompute that a schedule may choose, the fastest first.
 
     Args:
-        stage: of the pipeline.
-        steps: of its menu.
-        recompute: "auto", "none" or "all".
+        stage: stage of the pipeline.
+        steps: number of steps of its menu.
+        recompute: mode of recompute, "auto", "none" or "all".
     """
     steps_of = {"none": (0,), "all": (steps,), "auto": (0, steps // 2, steps)}
     return [stage.recomputing(step) for step in steps_of[recompute]]

@@ -1,4 +1,4 @@
-"""Which options of `dcpc.compile` do not go with `pipeline=`: each is refused by name."""
+"""Refuses the options of `dcpc.compile` that do not go with `pipeline=`, each by name."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _REFUSED = {
 
 
 def stage_degree(options: ModelOptions, stages: int | str) -> int:
-    """Returns how many ranks run a stage together.
+    """Returns the number of ranks that run a stage together.
 
     Args:
-        options: of `compile` or of a command.
-        stages: of a pipeline, or "auto".
+        options: options of `compile` or of a command.
+        stages: number of stages of a pipeline, or "auto".
 
     Raises:
         PlanError: several degrees are asked for.
@@ -40,12 +40,12 @@ def stage_degree(options: ModelOptions, stages: int | str) -> int:
 
 
 def refuse_beside_stages(options: ModelOptions, stages: int | str, world: int) -> None:
-    """Refuses what does not go with stages, and numbers of ranks that do not.
+    """Refuses options and numbers of ranks that do not go with stages.
 
     Args:
-        options: of `compile` or of a command.
-        stages: of a pipeline, or "auto".
-        world: ranks.
+        options: options of `compile` or of a command.
+        stages: number of stages of a pipeline, or "auto".
+        world: number of ranks.
 
     Raises:
         PlanError: names the option.

@@ -1,4 +1,4 @@
-"""A model in stages as text: what each stage has, takes and needs."""
+"""A model in stages as text: the parameters, seconds and memory of each stage."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def stages_report(cut: CutModel, pipelines: int) -> str:
     """Returns a table of the stages, the tied parameters, and how far the cut may be off.
 
     Args:
-        cut: the model.
-        pipelines: that share the samples.
+        cut: stages of the model.
+        pipelines: number of pipelines that share the samples.
     """
     stages, planner = cut.plan.stages, cut.planner
     lines = [
@@ -46,7 +46,7 @@ def stages_report(cut: CutModel, pipelines: int) -> str:
 
 
 def _traces(stages: Sequence[ModelStage]) -> str:
-    """Returns which buckets' calls come first, where there are several traces."""
+    """Returns the order of the traces in a table's cell, where there are several."""
     each = stages[0].by_trace
     if len(each) == 1:
         return ""
@@ -55,7 +55,7 @@ def _traces(stages: Sequence[ModelStage]) -> str:
 
 
 def _ranks(cut: CutModel) -> str:
-    """Returns which ranks run the stages, where that is not one each, in order."""
+    """Returns the ranks that run the stages, where these are not one each, in order."""
     layout = cut.layout
     text = f" of {layout.sp} ranks" * (layout.sp > 1)
     if layout.order != tuple(range(layout.stages)):

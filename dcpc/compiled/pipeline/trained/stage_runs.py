@@ -43,12 +43,12 @@ class ModelInStages:
     Made once after compile: it leaves other stages to other ranks. Collective over all ranks.
 
     Args:
-        core: what parts of a compiled model share.
-        cut: the model's stages, and what plans batches for them.
+        core: state that all parts of the model share.
+        cut: stages of the model, and the planner of their batches.
 
     Attributes:
         planner: planner of a loader's batches.
-        grid: where this rank is among the stages and pipelines.
+        grid: place of this rank among the stages and pipelines.
     """
 
     def __init__(self, core: ModelCore, cut: CutModel) -> None:
@@ -75,11 +75,7 @@ class ModelInStages:
         return self.core.groups.watch.section(what)
 
     def refuse_by_hand(self, what: str) -> NoReturn:
-        """Refuses what a rank with a stage cannot do.
-
-        Args:
-            what: name of what was called, for the error.
-        """
+        """Refuses a call of this name, which a rank with one stage cannot make."""
         raise DispatchError(
             f"{what}: got a model that was compiled with pipeline=, of which rank "
             f"{self.core.groups.rank} has stage {self.grid.stage} of {self.grid.stages}; expected "
@@ -90,7 +86,7 @@ class ModelInStages:
     def call(
         self, edition: Edition, problem: DcpcError | None, inputs: dict[str, Tensor]
     ) -> tuple[Any, ...]:
-        """Returns what forward returns for a batch that all ranks of this pipeline have."""
+        """Returns forward's outputs for a batch that all ranks of this pipeline have."""
         layout, sizes, text = self.grid.layout, dict[str, int](), ""
         self.core.calls += 1
         try:
@@ -111,7 +107,7 @@ class ModelInStages:
         return _pieces(traced.program, found)
 
     def of_step(self, step: Step, edition: Edition, state: StepState) -> StepOfEdition:
-        """Returns what runs a step on all stages, the gradients summed over the pipelines."""
+        """Returns the execution of a step on all stages; it sums gradients over the pipelines."""
         made, execution = edition.planned.loss, self._running(edition)
         if not isinstance(made, WithOutputs):
             return execution, state, None
@@ -131,7 +127,7 @@ class ModelInStages:
         return self._running(self.core.editions.first).clip(max_norm)
 
     def _running(self, edition: Edition) -> InStages:
-        """Returns what this rank runs of an edition, with the model's parameters as they are."""
+        """Returns the execution of this rank's stage of an edition, with its parameters now."""
         dispatch, by_bucket = edition.dispatch, edition.planned.by_bucket
         programs = {ones_of(b.sizes): (v, dispatch.unpadding(b)) for b, v in by_bucket.items()}
         count = self.cut.planner.cost.settings
@@ -163,7 +159,7 @@ class ModelInStages:
 
 
 def _pieces(program: Program, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Returns what forward returned; as pieces of one rank where it is to, as stages have all."""
+    """Returns forward's outputs, as pieces where these are wanted; each rank has them whole."""
     loss, *others = tensors
     return (loss, *map(OutputPiece, others)) if program.pieces else (loss, *others)
 
@@ -172,8 +168,8 @@ class StagesInsight(ModelInsight):
     """Reports of a model in stages.
 
     Args:
-        execution: runs this rank's stage.
-        staging: why the model runs in stages.
+        execution: execution of this rank's stage.
+        staging: reason why the model runs in stages.
     """
 
     def __init__(self, execution: ModelInStages, staging: str) -> None:
@@ -181,18 +177,18 @@ class StagesInsight(ModelInsight):
         self._execution = execution
 
     def report(self, full: bool = False) -> str:
-        """Returns the stages: what each has, takes and needs, at every bucket, always in full."""
+        """Returns the parameters, seconds and memory of each stage at every bucket, in full."""
         text = stages_report(self._execution.cut, self._execution.grid.replicas)
         text += f"{self.staging}\n" * bool(self.staging)
         return f"{text}\n{self.core.verifier.report()}"
 
     def stats(self) -> Stats:
-        """Returns counts of what has run on this rank."""
+        """Returns counts and seconds of this rank's calls and steps so far."""
         found = super().stats()
         stage = self._execution.cut.plan.stages[self._execution.grid.stage]
         found.variants += sum(each.runnable.compiled_count for each in stage.by_trace)
         return found
 
     def _bucket(self, bucket: Bucket | Mapping[str, int], what: str) -> NoReturn:
-        """Refuses reports on a bucket: what is planned of the whole model does not run."""
+        """Refuses reports on a bucket: the plan of the whole model is not what runs."""
         self._execution.refuse_by_hand(what)

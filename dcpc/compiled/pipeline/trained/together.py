@@ -29,11 +29,11 @@ def run_in_turn(
     """Returns the loss of a micro-batch that one process takes through all stages and back.
 
     Args:
-        stages: of a model, in order; gradients are added to `.grad` of its parameters.
-        inputs: the model's, by name.
-        weight: of the loss in what is differentiated.
-        seed: of the micro-batch's random numbers.
-        apart: whether backwards are run in two parts, the second ones last.
+        stages: stages of a model, in order; gradients are added to `.grad` of its parameters.
+        inputs: inputs of the model, by name.
+        weight: factor of the loss that is differentiated.
+        seed: seed of the micro-batch's random numbers.
+        apart: whether backwards are run in two parts, all second parts last.
     """
     kept, sent = [], tuple[Tensor, ...]()
     for stage in stages:
@@ -63,11 +63,11 @@ def together(
     """Returns loss and gradients of a micro-batch that goes through all ranks of all stages.
 
     Args:
-        stages: of the model, with its parameters; their `grad` is left as it is.
-        model: the user's.
-        inputs: by name.
-        compiled: number of a stage of one rank that is run as a step runs it, by what its backend
-            compiled; None: all are run by the graphs that are compiled.
+        stages: stages of the model, with its parameters; their `grad` is left as it is.
+        model: model of the user.
+        inputs: tensors by input name.
+        compiled: number of a stage of one rank that is run as in a step, by compiled code; None:
+            all are run by the graphs that are compiled.
     """
     first = {id(p): n for n, p in model.named_parameters()}
     # What flows has one name in all stages, so what goes past some of them needs no handing on.
@@ -103,7 +103,7 @@ def together(
 
 @contextmanager
 def own_gradients(model: nn.Module) -> Iterator[None]:
-    """Gives parameters no gradient at first, and afterwards those back that they had."""
+    """Takes the parameters' gradients away within its block, and gives them back after it."""
     had = [(p, p.grad) for p in model.parameters()]
     for p, _ in had:
         p.grad = None
@@ -117,13 +117,14 @@ def own_gradients(model: nn.Module) -> Iterator[None]:
 def _backward(
     stage: ProgramStage, saved: Any, grads: Mapping[str, Tensor], model: nn.Module
 ) -> dict[str, Tensor]:
-    """Returns the gradients of what a stage reads, as its own backward makes them.
+    """Returns the gradients of the values that a stage reads, from its own backward.
 
     Args:
-        stage: of one rank.
-        saved: of its forward.
-        grads: of what it makes; of others it is zero, as what it hands on goes past it.
-        model: whose parameters it reads.
+        stage: stage of one rank.
+        saved: saved state of its forward.
+        grads: gradients of the values that it makes, zero where one is missing; values that it
+            hands on go past it.
+        model: model whose parameters it reads.
     """
     part, held = stage.part, stage.runnable.traced.tensors()
     given = tuple(grads.get(n) if n in part.program.outputs else None for n in part.sent)
@@ -137,11 +138,11 @@ def _backward(
 
 @dataclass(frozen=True, slots=True)
 class _LaneGraphs:
-    """What a rank of a stage runs at some sizes.
+    """The graphs that a rank of a stage runs at some sizes.
 
     Attributes:
-        partition: forward and backward.
-        integers: that both take.
+        partition: partition into forward and backward.
+        integers: integers that both take.
         learned: placeholders that have a gradient, in its order.
     """
 
@@ -181,14 +182,7 @@ def _run(
     flowing: Mapping[str, Tensor],
     grads: Mapping[str, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns what a stage makes, by name, and the gradients of what it reads.
-
-    Args:
-        stage: which one.
-        inputs: of the model.
-        flowing: what stages before made; of a stage that ran, what it made as well.
-        grads: of what it makes; of others it is zero.
-    """
+    """Returns the values that a stage makes, by name, and the gradients of those it reads."""
     program = stage.part.program
     sizes = stage.sizes(inputs, [flowing[n] for n in stage.part.received])
     every = [_graphs(stage, sizes, lane) for lane in range(stage.sp)]

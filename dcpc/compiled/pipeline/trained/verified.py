@@ -20,7 +20,7 @@ Outcome = Callable[[Sequence[ProgramStage], nn.Module, Mapping[str, Tensor]], Lo
 def stages_problem(
     cut: CutModel, model: nn.Module, verifier: Verifier, rank: int = 0
 ) -> VerifyError | None:
-    """Returns why the stages do not compute what the model computes; None: they do.
+    """Returns the error of stages that compute another loss or gradient than the model; or None.
 
     Runs all of them in turn, forward and backward, on drawn inputs at small lengths: as they will
     run, with the least and the most recompute, and with backwards in two parts. Every rank has the
@@ -30,10 +30,10 @@ def stages_problem(
     verify="full" also with the most recompute. One that draws random numbers is run as graphs.
 
     Args:
-        cut: the model's stages.
-        model: the user's, with memory.
-        verifier: of it; it says what was compared.
-        rank: this one.
+        cut: stages of the model.
+        model: model of the user, with memory.
+        verifier: verifier of the model, which reports the comparison.
+        rank: number of this rank.
     """
     if verifier.mode == "off":
         return None
@@ -62,15 +62,7 @@ def stages_problem(
 def _chains(
     rows: Sequence[Sequence[ProgramStage]], sp: int, backend: str, own: int, thorough: bool
 ) -> Iterator[tuple[str, tuple[list[ProgramStage], Outcome]]]:
-    """Yields what is said of a way to run all stages in turn, the stages, and what runs them.
-
-    Args:
-        rows: of each stage the same stage with each recompute, of one trace.
-        sp: ranks that run a stage together.
-        backend: of them.
-        own: number of this rank's stage.
-        thorough: whether what is compiled is run with the most recompute, too.
-    """
+    """Yields the name of each way to run all stages in turn, the stages, and their runner."""
     recomputes = {"the least recompute": [row[0] for row in rows]}
     if any(len(row) > 1 for row in rows):
         recomputes["the most recompute"] = [row[-1] for row in rows]
@@ -87,7 +79,7 @@ def _chains(
 
 
 def _draws(stage: ProgramStage) -> bool:
-    """Whether a stage draws random numbers, which what is compiled does by itself."""
+    """Whether a stage draws random numbers: compiled code draws its own."""
     traced = stage.runnable.traced
     placement = stage.runnable.priced.placement(traced.program.hints, stage.sp)
     return any(i.role == "seed" for i in traced.lowering(placement).lowered.integers)
@@ -96,7 +88,7 @@ def _draws(stage: ProgramStage) -> bool:
 def _outcome_apart(
     stages: Sequence[ProgramStage], model: nn.Module, inputs: Mapping[str, Tensor]
 ) -> LossAndGradients:
-    """Returns what `_outcome` does, of backwards in two parts, all of the second ones last."""
+    """Returns the result of `_outcome` with backwards in two parts, all second parts last."""
     return _outcome(stages, model, inputs, apart=True)
 
 
@@ -106,14 +98,7 @@ def _outcome(
     inputs: Mapping[str, Tensor],
     apart: bool = False,
 ) -> LossAndGradients:
-    """Returns loss and gradients of a micro-batch that one process takes through all stages.
-
-    Args:
-        stages: of the model, with its parameters; their `grad` is left as it is.
-        model: the user's.
-        inputs: by name.
-        apart: whether backwards are run in two parts.
-    """
+    """Returns loss and gradients of a micro-batch that one process takes through all stages."""
     with torch.enable_grad(), own_gradients(model):
         loss = run_in_turn(stages, inputs, apart=apart)
         found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
