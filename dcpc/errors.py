@@ -122,10 +122,13 @@ def check_call(
     if len(args) > len(places):
         extra = args[len(places)]
         near = [f"{p.name}=" for p in options if p.name not in taken and _has_type_of(p, extra)]
+        hint = f"did you mean {' or '.join(near)}?" if near else "pass it by its name"
+        if len(near) > 3 or not options:
+            hint = f"pass it by its name, such as {near[0]}" if near else "leave it out"
+        shown = " ".join(reprlib.repr(extra).split())
         raise error(
-            f"{what}: got {len(args)} arguments by position, {reprlib.repr(extra)} among them; "
-            f"expected {takes}; "
-            + (f"did you mean {' or '.join(near)}?" if near else "pass it by its name")
+            f"{what}: got {len(args)} arguments by position, {shown} among them; expected {takes}; "
+            f"{hint}"
         )
     missing = [p.name for p in known.values() if p.default is p.empty and p.name not in taken]
     if missing:
@@ -136,7 +139,8 @@ def _has_type_of(parameter: inspect.Parameter, value: object) -> bool:
     """Whether the annotation of a parameter names the type of a value."""
     kinds = {kind.__name__ for kind in type(value).__mro__[: 1 if type(value) is bool else -1]}
     kinds |= {"float"} if "int" in kinds else set()
-    return not kinds.isdisjoint(re.findall(r"\w+", str(parameter.annotation)))
+    named = re.sub(r"\[.*?\]", "", str(parameter.annotation))  # of `Sequence[int]` no `int`
+    return not kinds.isdisjoint(re.findall(r"\w+", named))
 
 
 def checking_call(what: str, error: type[DcpcError]) -> Callable[[Callable[P, T]], Callable[P, T]]:
