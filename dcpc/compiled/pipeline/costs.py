@@ -135,7 +135,7 @@ class ProgramCosts:
         Args:
             sizes: lengths of a micro-batch.
             kind: kind of device.
-            depth: number of counts of stages behind it that are told apart.
+            depth: count of the numbers of stages behind it that are priced, from 0 on.
             fixed: bytes of a stage's parameters, `[places, places]`.
             at: number of this chain's border of each place.
         """

@@ -25,8 +25,8 @@ class ScheduledStages:
     """The costs of micro-batches on stages; a `runtime.pipeline.planning.PipelineCost`.
 
     Attributes:
-        rows: variants of each stage, one for each recompute, the fastest first; the executor
-            runs a row.
+        rows: copies of each stage, one for each setting of recompute, the fastest first; the
+            executor runs a row.
         sizes_of: function from the length of a sample to its dims, without the batch.
         devices: device of each stage.
     """

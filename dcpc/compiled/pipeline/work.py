@@ -19,7 +19,7 @@ def pipeline_work(
     """Returns the costs of micro-batches on the stages of a pipeline.
 
     Args:
-        settings: variants of each stage, one for each recompute, the fastest first.
+        settings: copies of each stage, one for each setting of recompute, the fastest first.
         sizes: lengths of each micro-batch.
         devices: device of each stage.
     """
