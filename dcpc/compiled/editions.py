@@ -314,13 +314,7 @@ class Editions:
     ) -> Edition:
         """Returns an edition of the model as it is, compared with it.
 
-        Args:
-            buckets: buckets of the edition.
-            by_bucket: runnable of each bucket.
-            degrees: degree of each bucket.
-            start_s: time at which its making began.
-            loss: loss function that it is traced with.
-            base: edition whose graphs, compared before, it has; None: they are new.
+        With `base` it has the graphs of that edition, which were compared before.
 
         Raises:
             PlanError: a bucket does not fit.

@@ -216,10 +216,7 @@ def _value(
 def _nan_like(at: Tensor, device: torch.device, whole: bool = True) -> Tensor:
     """Returns a tensor like one of the meta device, all NaN (0 if it has none of these).
 
-    Args:
-        at: tensor on the meta device.
-        device: device of the new tensor.
-        whole: whether it has memory for each element; else for one.
+    Unless `whole`, it has memory for one element alone.
     """
     nan = math.nan if at.is_floating_point() or at.is_complex() else 0
     if not whole and isinstance(at, nn.Parameter):

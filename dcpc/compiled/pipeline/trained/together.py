@@ -119,12 +119,7 @@ def _backward(
 ) -> dict[str, Tensor]:
     """Returns the gradients of the values that a stage reads, from its own backward.
 
-    Args:
-        stage: stage of one rank.
-        saved: saved state of its forward.
-        grads: gradients of the values that it makes, zero where one is missing; values that it
-            hands on go past it.
-        model: model whose parameters it reads.
+    A value without an entry in `grads` has a gradient of zero: what a stage hands on goes past it.
     """
     part, held = stage.part, stage.runnable.traced.tensors()
     given = tuple(grads.get(n) if n in part.program.outputs else None for n in part.sent)
