@@ -55,7 +55,7 @@ def check_step(step: object) -> None:
 
 
 def check_dataset(dataset: object) -> None:
-    """Refuses a dataset that has no samples by number.
+    """Refuses a dataset that has no samples by number, and is no stream.
 
     Raises:
         DataError: it has no `len()`, no `[i]`, or no samples.
@@ -63,9 +63,9 @@ def check_dataset(dataset: object) -> None:
     kind = type(dataset)
     if not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
         raise DataError(
-            f"dataset: got {kind.__name__}; expected samples by number, len(dataset) and "
-            "dataset[i]: the loader chooses their order; for a generator or a stream make a list "
-            "of its samples first, or a class with __len__ and __getitem__"
+            f"dataset: got {kind.__name__}; expected samples by number (len(dataset) and "
+            "dataset[i]), or a stream whose __iter__ begins anew in each epoch; for a generator "
+            "pass a class whose __iter__ makes it, or a list of its samples"
         )
     try:
         size = len(dataset)  # type: ignore[arg-type]
@@ -157,6 +157,35 @@ def check_stages(**given: bool) -> None:
             f"{name}: got it for a model that was compiled with pipeline=; expected a loader that "
             "plans each bucket's samples for the stages, mode='auto'; "
             "leave it out, or compile without pipeline="
+        )
+
+
+def check_reading(stream: bool, shuffle: bool | None, order: object, num_workers: int) -> None:
+    """Refuses an order for a stream, and worker processes for samples by number.
+
+    Args:
+        stream: whether the dataset is a stream.
+        shuffle: argument of the loader.
+        order: argument of the loader.
+        num_workers: argument of the loader.
+
+    Raises:
+        DataError: one is given.
+    """
+    check_count("num_workers", num_workers, 0)
+    if stream and (shuffle or order is not None):
+        what = "order=" if order is not None else "shuffle=True"
+        raise DataError(
+            f"{what}: got it for a stream, whose samples come in its own order; expected none of "
+            "both; leave it out, and shuffle in the stream: "
+            "dataset.shuffle(seed=0, buffer_size=10_000) of datasets, .shuffle(10_000) of "
+            "webdataset, or set_epoch(epoch), which the loader calls if the dataset has it"
+        )
+    if num_workers and not stream:
+        raise DataError(
+            f"num_workers={num_workers}: got it for samples by number, of which each rank's thread "
+            "reads those that it runs; expected a stream, which rank 0 reads for all; leave it "
+            "out, or raise lookahead="
         )
 
 

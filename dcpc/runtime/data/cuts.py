@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, takewhile
 from math import prod
 from typing import Any
+
+import torch
 
 from dcpc.buckets import Bucket
 from dcpc.errors import DataError
 from dcpc.ir.thresholds import PACKING_GAIN
 from dcpc.runtime.data.packing import pack
 from dcpc.runtime.data.samples import Fit
-from dcpc.runtime.data.window import Batch, Position, take
+from dcpc.runtime.data.window import Batch, EpochOrder, Position, index_at, take
 from dcpc.runtime.planner.own_lengths import BatchLengths, Dims, OwnLengths
 from dcpc.runtime.planner.packed.planning import PackedPrices
 from dcpc.runtime.planner.plan_file import plan_json, plan_of
@@ -78,7 +82,7 @@ class Recipe:
 
     def take(
         self,
-        order: Sequence[int],
+        order: EpochOrder,
         fit: Callable[[int], Fit],
         position: Position,
         most: int | None = None,
@@ -110,6 +114,10 @@ class PlannedBatch:
         plan_s: seconds of forming and planning, on the rank that plans.
         table: plan table that the plan was made from.
         rows: for packed batches: samples of each row; the plan's sample ids number rows.
+        last: whether the epoch has no samples after it.
+        source: for a stream: position of the source, for the loader's state.
+        first: for a stream: digest of its first sample; "": it was not read.
+        held: for a stream, on the rank that reads: the samples.
     """
 
     index: int
@@ -120,6 +128,10 @@ class PlannedBatch:
     plan_s: float
     table: PlanTable
     rows: Rows = ()
+    last: bool = False
+    source: Mapping[str, Any] | None = None
+    first: str = ""
+    held: Mapping[int, Mapping[str, torch.Tensor]] = field(default_factory=dict, repr=False)
 
     @property
     def samples(self) -> int:
@@ -161,6 +173,10 @@ class PlannedBatch:
             "ahead": sorted(self.after.ahead),
             "plan_s": self.plan_s,
             "rows": [list(row) for row in self.rows],
+            "last": self.last,
+            "first": self.first,
+            # As it is: JSON would make lists of tuples, and text of numbers that are keys.
+            "source": base64.b64encode(pickle.dumps(self.source)).decode(),
         }
 
     @classmethod
@@ -192,11 +208,14 @@ class PlannedBatch:
             message["plan_s"],
             table,
             tuple(tuple(row) for row in message["rows"]),
+            message["last"],
+            pickle.loads(base64.b64decode(message["source"])),
+            message["first"],
         )
 
 
 def count_steps(
-    order: Sequence[int],
+    order: EpochOrder,
     fit: Callable[[int], Fit],
     recipe: Recipe,
     forget: Callable[[Iterable[int]], None],
@@ -210,7 +229,7 @@ def count_steps(
         forget: function that drops loaded samples.
     """
     position, steps = Position(), 0
-    while position.start < len(order):
+    while index_at(order, position.start) is not None:
         batch = recipe.take(order, fit, position)
         forget([*(i for i, _ in batch.samples), *batch.skipped])
         position = batch.after
@@ -219,7 +238,7 @@ def count_steps(
 
 
 def cut_epoch(
-    order: Sequence[int],
+    order: EpochOrder,
     fit: Callable[[int], Fit],
     table: Callable[[], PlanTable],
     recipe: Recipe,
@@ -240,8 +259,8 @@ def cut_epoch(
         index: number of the next step.
         evolves: whether a better plan is searched for while the step before runs.
     """
-    runs_s = 0.0
-    while position.start < len(order):
+    runs_s, last = 0.0, index_at(order, position.start) is None
+    while not last:
         begin_s = time.perf_counter()
         now = table()
         batch, plan, rows = _bounded(order, fit, now, recipe, position)
@@ -250,8 +269,11 @@ def cut_epoch(
             plan, rows = _further(batch, fit, now, recipe, plan, rows, _until(end_s))
         runs_s = plan.makespan_s if plan is not None else 0.0
         position = batch.after
+        last = index_at(order, position.start) is None
         took_s = time.perf_counter() - begin_s
-        yield PlannedBatch(index, plan, batch.tokens, batch.skipped, position, took_s, now, rows)
+        yield PlannedBatch(
+            index, plan, batch.tokens, batch.skipped, position, took_s, now, rows, last
+        )
         index += 1
 
 
@@ -261,7 +283,7 @@ def _until(end_s: float) -> Iterator[int]:
 
 
 def _bounded(
-    order: Sequence[int],
+    order: EpochOrder,
     fit: Callable[[int], Fit],
     table: PlanTable,
     recipe: Recipe,
@@ -287,7 +309,9 @@ def _bounded(
         else:
             break
         other = recipe.take(order, fit, position, limit)
-        while other.samples == batch.samples and not shrinks and other.after.start < len(order):
+        while other.samples == batch.samples and not shrinks:
+            if index_at(order, other.after.start) is None:
+                break
             limit *= 2  # the next sample is longer than what was added
             other = recipe.take(order, fit, position, limit)
         if other.samples == batch.samples:

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from dcpc.buckets import path_of
 from dcpc.errors import DataError, DcpcError, NoLengthError, PlanError, checking_call, explaining
 from dcpc.ir.thresholds import PACKING_GAIN
-from dcpc.runtime.data.ahead import LoaderStats, ahead
 from dcpc.runtime.data.arguments import (
     allowed_steps,
     check_choice,
@@ -29,6 +28,7 @@ from dcpc.runtime.data.arguments import (
     check_count,
     check_flags,
     check_pad,
+    check_reading,
     check_seconds,
     check_stages,
     check_step,
@@ -37,6 +37,9 @@ from dcpc.runtime.data.arguments import (
 from dcpc.runtime.data.cuts import PlannedBatch, Recipe, count_steps, cut_epoch
 from dcpc.runtime.data.making import AUTO, StepMaker, chosen_maker
 from dcpc.runtime.data.progress import Order, Progress, State
+from dcpc.runtime.data.reading.ahead import LoaderStats, ahead
+from dcpc.runtime.data.reading.handing import Handing
+from dcpc.runtime.data.reading.stream import SampleStream, StreamOrder, is_stream
 from dcpc.runtime.data.samples import Dataset
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.data.weights import SAMPLES, Weight
@@ -65,7 +68,7 @@ class DataLoader:
     @checking_call("dcpc.DataLoader", DataError)
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset | Iterable[Mapping[str, Any]],
         compiled: Compiled,
         *,
         tokens_per_step: int | None = None,
@@ -76,7 +79,7 @@ class DataLoader:
         calculate_imbalance: bool = False,
         window: int = 256,
         seed: int = 0,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         order: Order | None = None,
         pad: Mapping[str, int | float] | None = None,
         pad_to: Literal["longest", "bucket"] = "longest",
@@ -86,6 +89,7 @@ class DataLoader:
         weight: Weight = SAMPLES,
         on_too_long: Literal["error", "skip"] = "error",
         lookahead: int = 1,
+        num_workers: int = 0,
         plan_timeout_s: float | None = None,
         check_values: bool = True,
         loss_depends_on: str | Collection[str] = (),
@@ -95,7 +99,9 @@ class DataLoader:
         Args:
             dataset: `len()` and `[i]` -> one tensor for each input, without the `batch` dim. If it
                 has `dims(i)` -> length of each named dim, samples are not loaded for their lengths;
-                else rank 0 loads every one.
+                else rank 0 loads every one. Or a stream: an iterable of such samples that begins
+                anew in each epoch (torch's or datasets' `IterableDataset`, or your own), in its own
+                order; rank 0 reads it, and hands each sample to the ranks that run it.
             compiled: the compiled model.
             tokens_per_step: maximum tokens of a global batch (a longer single sample is a step of
                 its own); the tokens of a sample are the product of its named dims.
@@ -114,7 +120,8 @@ class DataLoader:
                 that do not fit in a batch wait for the next while others up to so many places after
                 them are taken. 0: the exact order.
             seed: seed of the order of samples.
-            shuffle: whether each epoch has a new order; else it has the dataset's.
+            shuffle: whether each epoch has a new order; else it has the dataset's. Default: it has,
+                but a stream's, which has its own.
             order: function from the epoch to the samples in order, each once, alike on all ranks
                 (your sampler, or `torch.randperm(n, generator=...)` of your seed), instead of both.
             pad: input name -> value that fills up the end of a sample shorter than its micro-batch.
@@ -142,6 +149,7 @@ class DataLoader:
             on_too_long: a sample longer than every bucket is an error, or is left out, counted in
                 `skipped` and warned of.
             lookahead: steps planned and loaded ahead in a thread; 0: none, no thread.
+            num_workers: processes of rank 0 that read a stream; 0: its thread does.
             plan_timeout_s: seconds that a rank waits for rank 0's plan; default: as for its peers.
             check_values: refuse samples with numbers that the model has no row of an embedding or
                 no class for, and with NaN, when a step is made: in the loader's thread, so that no
@@ -168,6 +176,9 @@ class DataLoader:
         check_choice("pad_to", pad_to, ("bucket", "longest"))
         if pad_to_multiple_of is not None:
             check_count("pad_to_multiple_of", pad_to_multiple_of, 1)
+        streams = is_stream(dataset)
+        check_reading(streams, shuffle, order, num_workers)
+        shuffle = not streams if shuffle is None else shuffle
         check_flags(
             shuffle=shuffle, calculate_imbalance=calculate_imbalance, pad_to_longer=pad_to_longer,
             check_values=check_values,
@@ -198,8 +209,10 @@ class DataLoader:
         if planner is not None:
             check_stages(mode=mode not in FREE_MODES, pad_to_longer=pad_to_longer)
         arguments = weight, pad, check_values, pad_to_longer, loss_depends_on
+        self._stream = SampleStream(dataset, num_workers, seed) if streams else None
+        data: Any = self._stream or dataset
         self._maker = chosen_maker(
-            compiled, packing, lambda packs: StepMaker(dataset, compiled, packs, *arguments)
+            compiled, packing, lambda packs: StepMaker(data, compiled, packs, *arguments)
         )
         packs, prices = self._maker.packs, None
         # Without a value to fill up with, a sample has its bucket's length, or is refused.
@@ -216,7 +229,10 @@ class DataLoader:
         self._epochs_alike = by_samples and mode != "intra" and on_too_long == "error"
         groups = compiled.groups
         self.plan_timeout_s = groups.timeout_s if plan_timeout_s is None else plan_timeout_s
-        self._progress = Progress(len(self._maker.samples), seed, shuffle, order)
+        self._progress = Progress(
+            None if streams else len(self._maker.samples), seed, shuffle, order
+        )
+        self._handing: Handing | None = None
         self._skipped: tuple[int, ...] = ()
         self._name = f"{groups.number('loader')}"
         self._iterations = 0
@@ -264,9 +280,16 @@ class DataLoader:
         needs the length of every sample: where the dataset has no `dims(i)`, each is loaded once.
 
         Raises:
-            DataError: the micro-batches of a step are bounded, so that its size follows from plans.
+            DataError: the micro-batches of a step are bounded, so that its size follows from plans;
+                or the dataset is a stream, whose length nobody knows.
         """
         check_count("epoch", epoch, 0)
+        if self._stream is not None:
+            raise DataError(
+                "count_steps: got a stream, whose number of samples is known at its end; expected "
+                "samples by number; train for a number of steps: "
+                "zip(range(steps), loader), or itertools.islice(loader, steps)"
+            )
         recipe, samples = self.recipe, self._maker.samples
         if recipe.allowed.least > 1 or recipe.allowed.most:
             raise DataError(
@@ -292,19 +315,21 @@ class DataLoader:
         return True  # also where there is no length
 
     def state_dict(self) -> State:
-        """Returns where training is, the step yielded last counted as done; plain numbers.
+        """Returns where training is, the step yielded last counted as done; plain values.
 
         It says which samples are done and nothing of plans, so it goes on at any world size, in any
-        mode.
+        mode. Of a stream it has the state that the dataset told for the samples before.
         """
         return self._progress.state()
 
-    def load_state_dict(self, state: Mapping[str, int | bool | list[int]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration continue from a state, on any number of ranks.
 
         Raises:
             DataError: the state lacks a field or is of another dataset or order.
         """
+        if self._stream is not None and isinstance(state, Mapping):
+            self._stream.check_saved(state.get("source"))
         self._progress.load(state)
 
     def __iter__(self) -> Iterator[Step]:
@@ -324,6 +349,9 @@ class DataLoader:
         self._iterations += 1
         fresh = progress.position == Position()
         relay = self._relay()
+        stream, samples, rank = self._stream, self._maker.samples, self.compiled.groups.rank
+        if stream is not None:
+            self._handing = Handing(relay, stream, samples, rank, progress.epoch)
         used = 0
 
         made = self._made(relay)
@@ -333,7 +361,7 @@ class DataLoader:
         try:
             for cut, step in self._stats.timed(self._telling(steps)):
                 used += 1
-                progress.position = cut.after
+                progress.advance(cut.after, cut.last, cut.source)
                 self._skipped += cut.skipped
                 if step is not None:
                     progress.index = step.index + 1
@@ -346,6 +374,8 @@ class DataLoader:
             if relay is not None:
                 relay.stop()
             steps.close()  # from here on no thread sends, or uses the dataset
+            if stream is not None:
+                stream.close()
             if relay is not None:
                 relay.close(used)
         self._report_skipped(nothing_left=fresh and progress.index == 0)
@@ -394,7 +424,11 @@ class DataLoader:
         if relay is None:
             cuts = self._cuts(table)
         elif self.compiled.groups.rank == 0:
-            cuts = relay.send((cut.message(table, job), cut) for cut in self._cuts(table))
+            hand = self._handing
+            cuts = relay.send(
+                (cut.message(table, job), hand.give(cut) if hand else cut)
+                for cut in self._cuts(table)
+            )
         else:
             yield from self._received(relay, table, job)
             return
@@ -412,17 +446,19 @@ class DataLoader:
         if recipe.own is not None:  # seconds at other lengths are rank 0's alone to predict
             recipe = replace(recipe, own=replace(recipe.own, seconds_at=None))
         found = recipe.plan(samples, table, lambda i: placed[i].shape.shape_key)
-        return replace(cut, plan=found, table=table)
+        again = replace(cut, plan=found, table=table)
+        return again if self._handing is None else self._handing.repeat(again)
 
     def _received(
         self, relay: Relay, table: PlanTable, job: str
     ) -> Iterator[tuple[PlannedBatch, Step | None]]:
         """Yields this rank's steps of rank 0's plans."""
-        progress, world = self._progress, self.compiled.groups.world
+        progress, world, hand = self._progress, self.compiled.groups.world, self._handing
         for message in relay.receive():
             try:
                 # Rank 0's table may have changed meanwhile: its messages say how.
                 cut = PlannedBatch.of(message, table, job)
+                cut = cut if hand is None else hand.take(cut)
             except DcpcError as error:
                 # The others go on to the step, and wait for this rank: they learn of it there.
                 nothing = PlannedBatch(progress.index, None, 0, (), progress.position, 0.0, table)
@@ -436,8 +472,11 @@ class DataLoader:
 
     def _cuts(self, table: PlanTable) -> Iterator[PlannedBatch]:
         """Yields the rest of the epoch's batches, planned here with the table of each moment."""
-        progress, fit = self._progress, self._maker.samples.fit
-        order, position = progress.order(), progress.position
+        progress, fit, stream = self._progress, self._maker.samples.fit, self._stream
+        position = progress.position
+        if stream is not None:
+            stream.begin(progress.epoch, position, progress.source)
+        order = progress.order() if stream is None else StreamOrder(stream)
         now = _TableNow(self, table)
         groups = self.compiled.groups
         # Not where each rank plans by itself: the clocks of ranks differ.
@@ -447,7 +486,7 @@ class DataLoader:
             if cut.skipped and self.on_too_long == "error":
                 self._refuse(cut.skipped[0])
             self._tell_choice(cut)
-            yield cut
+            yield cut if self._handing is None else self._handing.filled(cut)
 
     def _tell_choice(self, cut: PlannedBatch) -> None:
         """Logs once that a step was not packed, by choice."""
@@ -473,9 +512,10 @@ class DataLoader:
         if not self._skipped:
             return
         samples = self._maker.samples
+        total = f" of {len(samples)}" if self._stream is None else ""
         n, some = len(self._skipped), ", ".join(map(str, self._skipped[:8]))
         text = (
-            f"epoch {self._progress.epoch}: got {n} of {len(samples)} samples longer than every "
+            f"epoch {self._progress.epoch}: got {n}{total} samples longer than every "
             f"bucket ({some}{', ...' if n > 8 else ''}); expected at most "
             f"{samples.describe_largest()}; add a larger bucket or cut them"
         )

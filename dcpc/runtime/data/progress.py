@@ -6,6 +6,7 @@ import hashlib
 import operator
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from dcpc.errors import DataError
 from dcpc.runtime.data.arguments import check_count
 from dcpc.runtime.data.window import Position
 
-State = dict[str, int | bool | list[int]]
+State = dict[str, Any]
 Order = Callable[[int], Sequence[int]]
 
 
@@ -26,10 +27,16 @@ class Progress:
         position: samples that are done.
         seed: seed of the order.
         shuffle: whether each epoch has a new order; else it has the dataset's.
+        ended: whether the epoch has no samples after the position.
+        source: for a stream: position of its source before these samples; None: its beginning.
     """
 
-    def __init__(self, samples: int, seed: int, shuffle: bool, order: Order | None = None) -> None:
+    def __init__(
+        self, samples: int | None, seed: int, shuffle: bool, order: Order | None = None
+    ) -> None:
         """Begins with epoch 0 of a dataset of `samples`, in the order of an epoch that is given.
+
+        A stream has an unknown number of samples: None.
 
         Raises:
             DataError: `order` cannot be called.
@@ -44,18 +51,27 @@ class Progress:
         self.seed = seed
         self.shuffle = shuffle
         self._samples, self._order = samples, order
-        self._resumed = False
+        self._resumed = self.ended = False
+        self.source: Mapping[str, Any] | None = None
 
     def begin(self) -> None:
         """Begins an iteration: where a state was loaded from there, else with its epoch."""
         if not self._resumed:
-            self.position, self.index = Position(), 0
+            self._restart()
         self._resumed = False
+
+    def _restart(self) -> None:
+        self.position, self.index, self.ended, self.source = Position(), 0, False, None
+
+    def advance(self, position: Position, ended: bool, source: Mapping[str, Any] | None) -> None:
+        """Moves on to a position, where the epoch may have ended."""
+        self.position, self.ended, self.source = position, ended, source
 
     def go_to(self, epoch: int) -> None:
         """Makes the next iteration that of `epoch`, from its start, if it is another."""
         if epoch != self.epoch:
-            self.epoch, self.position, self.index = epoch, Position(), 0
+            self.epoch = epoch
+            self._restart()
             self._resumed = False
 
     def order(self, epoch: int | None = None) -> list[int]:
@@ -64,10 +80,11 @@ class Progress:
         Raises:
             DataError: the order that the user gave has not every sample once.
         """
+        assert self._samples is not None, "a stream has its own order"
         n = self._samples
         epoch = self.epoch if epoch is None else epoch
         if self._order is not None:
-            return self._given(self._order, epoch)
+            return self._given(self._order, epoch, n)
         if not self.shuffle:
             return list(range(n))
         digest = hashlib.blake2b(f"{self.seed} {epoch}".encode(), digest_size=7).digest()
@@ -75,8 +92,8 @@ class Progress:
         order: list[int] = torch.randperm(n, generator=generator).tolist()
         return order
 
-    def _given(self, order: Order, epoch: int) -> list[int]:
-        given, n = order(epoch), self._samples
+    def _given(self, order: Order, epoch: int, n: int) -> list[int]:
+        given = order(epoch)
         try:
             found = [operator.index(i) for i in given]
         except TypeError:
@@ -95,12 +112,13 @@ class Progress:
         """Returns the position that must be equal on all ranks before an iteration, as text."""
         return (
             f"epoch {self.epoch} from place {self.position.start}, step {self.index}, seed "
-            f"{self.seed}, {self._samples} samples"
+            f"{self.seed}, {'a stream' if self._samples is None else f'{self._samples} samples'}"
         )
 
     def state(self) -> State:
-        """Returns it as plain numbers."""
-        done = self.position.start >= self._samples
+        """Returns it as plain values."""
+        done = self.ended
+        streams = self._samples is None
         return {
             "epoch": self.epoch + done,
             "consumed": 0 if done else self.position.start,
@@ -109,9 +127,10 @@ class Progress:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "samples": self._samples,
+            **({"source": None if done else self.source} if streams else {}),
         }
 
-    def load(self, state: Mapping[str, int | bool | list[int]]) -> None:
+    def load(self, state: Mapping[str, Any]) -> None:
         """Makes the next iteration continue from a state.
 
         Raises:
@@ -144,11 +163,12 @@ class Progress:
                     "loader has; resume with the same dataset and shuffle="
                 )
         furthest = max((counts["consumed"], *(n + 1 for n in done)))
-        if furthest > self._samples:
+        if self._samples is not None and furthest > self._samples:
             raise DataError(
                 f"loader state: got places up to {furthest}; expected at most {self._samples}, the "
                 "samples of an epoch; pass what state_dict() returned"
             )
         self.epoch, self.position = counts["epoch"], Position(counts["consumed"], done)
         self.index, self.seed = counts["step"], counts["seed"]
+        self.ended, self.source = False, state.get("source")
         self._resumed = True

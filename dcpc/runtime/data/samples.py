@@ -18,6 +18,9 @@ from dcpc.errors import DataError, DcpcError
 from dcpc.runtime.data.arguments import check_dataset
 from dcpc.runtime.planner.own_lengths import Dims
 
+# Samples of a stream whose lengths stay known: for saved plans, and advice on buckets.
+_LENGTHS_KEPT = 100_000
+
 
 class Dataset(Protocol):
     """Map-style: a sample is one tensor for each input, of its spec's shape without `batch`."""
@@ -35,6 +38,14 @@ class HasDims(Protocol):
 
     def dims(self, index: int, /) -> Mapping[str, int]:
         """Length of each named dim of sample `index`, `batch` left out."""
+
+
+@runtime_checkable
+class ReadForward(Protocol):
+    """A dataset whose samples are there once, as a stream is read; an epoch numbers its own."""
+
+    def reaches(self, place: int, /) -> bool:
+        """Whether there is a sample of this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +83,9 @@ class Samples:
             DataError: the dataset has no samples by number, or none; `pad` names no input, or a
                 spec cannot be stacked.
         """
-        check_dataset(dataset)
+        self._forward = isinstance(dataset, ReadForward)
+        if not self._forward:
+            check_dataset(dataset)
         self.dataset = dataset
         self.inputs = buckets.inputs
         self.pad = dict(pad or {})
@@ -136,7 +149,10 @@ class Samples:
         return fit
 
     def counts(self) -> Counter[Dims]:
-        """Returns how many samples of each combination of lengths were seen and have a bucket."""
+        """Returns how many samples of each combination of lengths were seen and have a bucket.
+
+        Of a stream the last ones count.
+        """
         fits = {dims for dims, fit in self._fits.items() if fit.bucket is not None}
         return Counter(dims for dims in self._dims.values() if dims in fits)
 
@@ -184,9 +200,16 @@ class Samples:
                 )
 
     def forget(self, ids: Iterable[int]) -> None:
-        """Drops samples that were loaded; their lengths stay known."""
+        """Drops samples that were loaded; their lengths stay known, of a stream for a while."""
         for i in ids:
             self._loaded.pop(i, None)
+            if self._forward:
+                self._dims.pop(i - _LENGTHS_KEPT, None)
+
+    def restart(self) -> None:
+        """Drops all that is known of samples, as an epoch of a stream numbers its own."""
+        self._loaded.clear()
+        self._dims.clear()
 
     def _stack(
         self,

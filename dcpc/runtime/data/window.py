@@ -9,11 +9,19 @@ after one that waits, and one that waits is in the next batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from dcpc.buckets import Bucket
 from dcpc.runtime.data.samples import Fit
+
+
+class EpochOrder(Protocol):
+    """The samples of an epoch in their order; a stream's end is found by reading on."""
+
+    def __getitem__(self, place: int, /) -> int:
+        """Index in the dataset of a place; IndexError after the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +56,16 @@ class Batch:
     after: Position
 
 
+def index_at(order: EpochOrder, place: int) -> int | None:
+    """Returns the sample at a place of an order; None after the last."""
+    try:
+        return order[place]
+    except IndexError:
+        return None
+
+
 def take(
-    order: Sequence[int],
+    order: EpochOrder,
     fit: Callable[[int], Fit],
     position: Position,
     tokens: int,
@@ -74,9 +90,11 @@ def take(
     total = used = 0
     waits: int | None = None
     place = position.start
-    while place < len(order) and (waits is None or place < waits + window):
+    while waits is None or place < waits + window:
+        index = index_at(order, place)
+        if index is None:
+            break
         if place not in done:
-            index = order[place]
             found = fit(index)
             size = 1 if by_samples else found.tokens
             if found.bucket is None:

@@ -1,6 +1,7 @@
 """Kinds: datasets, samples, options and states of the loader."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,16 @@ class OtherDims(list[Any]):
 class HalfDims(list[Any]):
     def dims(self, index: int) -> dict[str, float]:
         return {"seq": 4.5}
+
+
+class Streamed:
+    def __init__(self, data: list[Any], error: Exception | None = None) -> None:
+        self.data, self.error = data, error
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.data
+        if self.error is not None:
+            raise self.error
 
 
 def _ids(n: int, value: int = 0) -> torch.Tensor:
@@ -94,7 +105,9 @@ DATA = {
         _loader("an order that is no function", order=[*range(8)]),
         _data("a dataset of none", []),
         _data("a generator", (s for s in samples()),
-              "make a list of a generator's samples, or a class with `__len__` and `__getitem__`"),
+              "pass a class whose `__iter__` makes the generator, or a list of its samples"),
+        _data("a stream of none", Streamed([])),
+        _data("a stream that raises", Streamed(samples(), OSError("the shard is gone"))),
         _data("a mapping of columns", {"ids": [1], "labels": [1]}),
         Kind("a `__len__` that lies", DataError, lambda g: list(g.loader(Lies(samples())))),
         _data("a `__len__` below 0", Negative(samples())),
@@ -139,6 +152,11 @@ DATA = {
         _loader("a window below 0", window=-1),
         _loader("a seed below 0", seed=-1),
         _loader("shuffle= of another type", shuffle="yes"),
+        Kind("shuffle=True for a stream", DataError,
+             lambda g: g.loader(Streamed(samples()), shuffle=True)),
+        Kind("the number of steps of a stream", DataError,
+             lambda g: g.loader(Streamed(samples())).count_steps(0)),
+        _loader("workers for samples by number", num_workers=2),
         _loader("pad= that is a list", pad=[1]),
         _loader("pad= of no input", pad={"x": 1}),
         _loader("pad= with a text", pad={"ids": "a"}),

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from dcpc.runtime.data.ahead import ahead
 from dcpc.runtime.data.loader import DataLoader
+from dcpc.runtime.data.reading.ahead import ahead
 from dcpc.runtime.groups.groups import Groups
 from tests.cases.fakes import RaggedWithDims, compiled_for
 

@@ -1,0 +1,1 @@
+"""Reads ahead of the loop: steps in a thread, the samples of a stream in worker processes."""
