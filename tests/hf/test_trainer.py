@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 import dcpc
+from dcpc.api import compiling
 from dcpc.errors import DataError, PlanError
 from dcpc.runtime.data.steps import Step
 from tests.cases.hf_trainers import (
@@ -18,10 +19,12 @@ from tests.cases.hf_trainers import (
     Samples,
     furthest,
     llama,
+    llama_again,
     logged,
     made,
     values,
 )
+from tests.cases.ready import Keeper
 
 
 class Seen(TrainerCallback):
@@ -38,6 +41,13 @@ class Seen(TrainerCallback):
             return step_of(model, inputs, *args, **kwargs)
 
         trainer.training_step = noted
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plans_are_made_once():
+    """Tests compile one module: the first one's plans and graphs are all others', too."""
+    with Keeper().around(compiling):
+        yield
 
 
 def trained(kind, folder, **settings) -> Trainer:
@@ -135,20 +145,21 @@ def test_max_steps_ends_within_an_epoch_and_trains_again(tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Runs that were not interrupted, by the loader's options."""
+    """Parameters and trainer of runs that were not interrupted, by the loader's options."""
     found = {}
 
-    def run(options) -> Trainer:
+    def run(options) -> tuple[list[torch.Tensor], Trainer]:
         if str(options) not in found:
             folder = tmp_path_factory.mktemp("whole")
-            found[str(options)] = trained(Ours, folder, model=dropping(), **random_order(options))
+            ours = trained(Ours, folder, model=dropping(), **random_order(options))
+            found[str(options)] = values(ours), ours
         return found[str(options)]
 
     return run
 
 
 def dropping():
-    return llama(attention_dropout=0.1)
+    return llama_again(0.1)
 
 
 def random_order(options):
@@ -166,6 +177,7 @@ def random_order(options):
 )
 def test_resumed_it_is_as_if_it_had_never_stopped(tmp_path, whole, stop, options):
     kinds = random_order(options)
+    parameters, alone = whole(options)
     first = made(Ours, tmp_path, model=dropping(), save_strategy="steps", save_steps=stop, **kinds)
     first.add_callback(Stop(stop))
     first.train()
@@ -173,9 +185,9 @@ def test_resumed_it_is_as_if_it_had_never_stopped(tmp_path, whole, stop, options
     assert "position" in saved["stateful_callbacks"]["LoaderState"]["attributes"]["saved"]
     again = made(Ours, tmp_path, model=dropping(), **kinds)
     again.train(resume_from_checkpoint=True)
-    assert furthest(values(whole(options)), values(again)) == 0
+    assert furthest(parameters, values(again)) == 0
     for name in ("loss", "grad_norm", "epoch"):
-        assert logged(again, name) == logged(whole(options), name)
+        assert logged(again, name) == logged(alone, name)
 
 
 @pytest.fixture(scope="module")
@@ -238,10 +250,10 @@ def test_evaluation_between_steps_is_the_trainers(tmp_path):
 @pytest.mark.slow
 def test_dropout_is_off_in_evaluation_and_on_after_it(tmp_path):
     kinds = {"eval_strategy": "steps", "eval_steps": 2, "options": {"eval_dataset": Samples(7)}}
-    drops = {"model": llama(attention_dropout=0.3), "num_train_epochs": 1}
-    evaluated = trained(Ours, tmp_path, **drops, **kinds)
-    alone = trained(Ours, tmp_path, **drops | {"model": llama(attention_dropout=0.3)})
-    assert furthest(values(evaluated), values(alone)) == 0
+    evaluated = trained(Ours, tmp_path, model=dropping(), num_train_epochs=1, **kinds)
+    parameters = values(evaluated)
+    alone = trained(Ours, tmp_path, model=dropping(), num_train_epochs=1)
+    assert furthest(parameters, values(alone)) == 0
 
 
 def test_the_model_generates_and_is_saved_and_loaded(tmp_path):
@@ -364,7 +376,7 @@ def test_a_mask_of_ones_is_left_out_or_declared(tmp_path):
     inputs = {**TEXT, "attention_mask": "int64[batch, seq]"}
     declared = dcpc.Buckets(inputs, [{"seq": 8}, {"seq": 24}])
     trainers = [
-        made(kind, tmp_path, options=options, num_train_epochs=1)
+        made(kind, tmp_path, options=options, num_train_epochs=1, model=llama())
         for kind, options in ((Trainer, {}), (Ours, {}), (Ours, {"buckets": declared}))
     ]
     for trainer in trainers:

@@ -44,7 +44,7 @@ def test_traceback_of_the_failed_rank_is_shown():
 def test_rank_that_does_not_end_is_killed():
     before = multiprocessing.active_children()
     with pytest.raises(RanksError, match="rank 1: still running, killed"):
-        run_ranks(sleep_on_one, 2, timeout_s=2.0, init=False)
+        run_ranks(sleep_on_one, 2, timeout_s=0.5, init=False)
     assert not {*multiprocessing.active_children()} - {*before}
 
 

@@ -1,12 +1,16 @@
 """A loss of packed rows that is not the mean of their sequences' losses is refused."""
 
+from functools import cache
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import dcpc
+from dcpc.api import compiling
 from dcpc.errors import DataError
 from tests.cases.packed_models import NUMBERS, POSITIONS, Documents, Sequences, transformers_model
+from tests.cases.ready import Keeper
 
 
 class Losses(Documents):
@@ -34,6 +38,15 @@ class Losses(Documents):
         return (each * (1 + each.detach())).sum() / count
 
 
+losses = cache(Losses)  # the same module for all tests: it is planned once
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _plans_are_made_once():
+    with Keeper().around(compiling):
+        yield
+
+
 def said(model, inputs, packing, verify="auto", weight="labels", pad=None, **options):
     buckets = dcpc.Buckets(inputs=inputs, sizes=[{"seq": 12}, {"seq": 41}])
     compiled = dcpc.compile(model, buckets, backend="eager", memory=1e9, verify=verify)
@@ -53,15 +66,15 @@ def said(model, inputs, packing, verify="auto", weight="labels", pad=None, **opt
      "of one micro-batch"],
 )  # fmt: skip
 def test_a_loss_that_hangs_on_who_shares_a_row_is_refused(kind):
-    text = said(Losses(kind), NUMBERS, "segment_ids")
+    text = said(losses(kind), NUMBERS, "segment_ids")
     assert "of two drawn packed rows at {" in text
     assert "is trained as it is with loss_depends_on='row'" in text
     for options in ({"verify": "off"}, {"loss_depends_on": ["row"]}):
-        assert said(Losses(kind), NUMBERS, "segment_ids", **options) == ""
+        assert said(losses(kind), NUMBERS, "segment_ids", **options) == ""
 
 
 def test_a_mean_over_labels_is_not():
-    assert said(Losses("focal"), NUMBERS, "segment_ids") == ""
+    assert said(losses("focal"), NUMBERS, "segment_ids") == ""
     assert said(transformers_model("llama"), POSITIONS, True) == ""
 
 
@@ -70,5 +83,5 @@ def test_a_weight_that_is_not_what_the_loss_divides_by_is_refused():
         return float(torch.ones_like(inputs["labels"]).sum())
 
     pad = {"input_ids": 0, "labels": -100}
-    text = said(Losses("focal"), NUMBERS, "segment_ids", weight=tokens, pad=pad)
+    text = said(losses("focal"), NUMBERS, "segment_ids", weight=tokens, pad=pad)
     assert "a weight of 24 of two drawn packed rows at {seq: 12" in text

@@ -11,15 +11,25 @@ from dcpc.commands.shared.planned import NamedModel
 from dcpc.plan.choose import choice_text
 from dcpc.plan.options import PlanOptions
 from dcpc.symbolic_profile import bytes_of
+from tests.cases.ready import traced_once
 
 MODELS = """
+from functools import cache
 from models.gpt import GPT, GPTConfig
 
+@cache
 def tiny():
     return GPT(GPTConfig(vocab_size=16, dim=32, n_layers=2, n_heads=4))
 """
 LONG = "12000,16384"
 FITS = re.compile(r"^(\{.*?\}) fits with (--.*?): (sp \d+, micro-batch \d+, [^(\n]*)", re.M)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traces_are_made_once():
+    """Commands plan one module again and again."""
+    with traced_once():
+        yield
 
 
 @pytest.fixture

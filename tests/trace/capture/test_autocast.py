@@ -50,24 +50,44 @@ class Calls(nn.Module):
         return {"loss": found.float().square().mean(), "found": found}
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+class Every(nn.Module):
+    """All calls, each behind a linear layer of its own: they are compiled at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({name: Calls(*call) for name, call in CALLS.items()})
+
+    def forward(self, x, y):
+        found = {name: part(x, y) for name, part in self.parts.items()}
+        return {"loss": sum(f["loss"] for f in found.values()), "of": found}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
+    ids=str,
 )
-def test_parts_are_cast_as_autocast_casts_them(name, dtype):
+def both(request):
+    """What dcpc and the plain model return under autocast, and the models with their gradients."""
     torch.manual_seed(0)
-    own = Calls(*CALLS[name])
+    own = Every()
     plain = copy.deepcopy(own)
     inputs = {"x": "float32[batch, seq, 8]", "y": "int64[batch, seq]"}
     buckets = dcpc.Buckets(inputs, sizes=[{"seq": 6}, {"seq": 10}])
-    compiled = dcpc.compile(own, buckets, backend="eager", verify="off", autocast=dtype)
+    compiled = dcpc.compile(own, buckets, backend="eager", verify="off", autocast=request.param)
     x, y = torch.randn(3, 10, 8), torch.randint(8, (3, 10))
     got, outputs = compiled(x=x, y=y, outputs=True)
-    with torch.autocast("cpu", dtype):
+    with torch.autocast("cpu", request.param):
         want = plain(x, y)
     got.backward(), want["loss"].backward()
-    assert outputs["found"].dtype == want["found"].dtype
-    torch.testing.assert_close(got, want["loss"], rtol=1e-6, atol=0)
+    return (outputs["of"], own), (want["of"], plain)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_parts_are_cast_as_autocast_casts_them(both, name):
+    (got, own), (want, plain) = ((found[name], model.parts[name]) for found, model in both)
+    assert got["found"].dtype == want["found"].dtype
+    torch.testing.assert_close(got["loss"], want["loss"], rtol=1e-6, atol=0)
     for ours, theirs in zip(own.parameters(), plain.parameters(), strict=True):
         if theirs.grad is not None:
             limit = 2e-2 * float(theirs.grad.abs().max())
