@@ -9,7 +9,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import dcpc
-from dcpc.runtime.groups.local_ranks import run_ranks
+from tests.cases.launch import run_prepared
+from tests.cases.ready import Ready
 
 TEXT = dict.fromkeys(("ids", "labels"), "int64[batch, seq]")
 
@@ -59,15 +60,27 @@ def batch_of(seq, batch=2):
     return {"ids": ids, "labels": labels}
 
 
-def errors(rank, sp, parameters, own_loss):
-    """Differences from the plain model's evaluation, of every tensor that it returns."""
+def ready(modes, sp=1, own_loss=True):
+    """A model to be compiled by some ranks, with its parameters in each of some modes."""
     torch.manual_seed(0)
-    model, plain = Model(own_loss).double(), Model(own_loss).double().eval()
-    plain.load_state_dict(model.state_dict())
-    compiled = dcpc.compile(
-        model, dcpc.Buckets(TEXT, [{"seq": 8}, {"seq": 12}]), backend="eager", sp=sp,
-        parameters=parameters, loss=None if own_loss else outside,
-    )  # fmt: skip
+    buckets = dcpc.Buckets(TEXT, [{"seq": 8}, {"seq": 12}])
+    options = {"backend": "eager", "verify": "off", "loss": None if own_loss else outside}
+    return [
+        Ready(Model(own_loss).double(), buckets, sp, sp=sp, parameters=mode, **options)
+        for mode in modes
+    ]
+
+
+def all_errors(rank, every):
+    return [max(errors(made)) for made in every]
+
+
+def errors(made):
+    """Differences from the plain model's evaluation, of every tensor that it returns."""
+    own_loss = made.model.own_loss
+    plain = Model(own_loss).double().eval()
+    plain.load_state_dict(made.model.state_dict())
+    compiled = made.compile()
     found = []
     for seq, between in ((8, None), (12, None), (9, "compile"), (8, None)):
         batch = batch_of(seq)
@@ -91,13 +104,12 @@ def errors(rank, sp, parameters, own_loss):
 
 @pytest.mark.parametrize("own_loss", [True, False])
 def test_outputs_are_the_plain_models(own_loss):
-    assert max(errors(0, 1, "whole", own_loss)) < 1e-12
+    assert max(errors(*ready(["whole"], own_loss=own_loss))) < 1e-12
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("sp", "parameters"), [(2, "whole"), (2, "rounds")])
-def test_outputs_are_whole_on_every_rank_of_a_group(sp, parameters):
-    for found in run_ranks(errors, 2, sp, parameters, True, timeout_s=120.0):
+def test_outputs_are_whole_on_every_rank_of_a_group():
+    for found in run_prepared(ready, all_errors, 2, ["whole", "rounds"], 2):
         assert max(found) < 1e-12
 
 
@@ -107,7 +119,7 @@ def test_what_is_no_tensor_is_refused():
             found = super().forward(ids, labels)
             return {"loss": found.loss, "made by": self}
 
-    compiled = dcpc.compile(Odd(), dcpc.Buckets(TEXT, [{"seq": 8}]), backend="eager")
+    compiled = dcpc.compile(Odd(), dcpc.Buckets(TEXT, [{"seq": 8}]), backend="eager", verify="off")
     with pytest.raises(dcpc.TraceError, match="a Odd in its outputs; expected tensors"):
         compiled.evaluate(batch_of(8), outputs=True)
     with pytest.raises(dcpc.DispatchError, match="between='pad'; expected outputs of the batch"):

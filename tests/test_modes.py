@@ -12,7 +12,8 @@ from torch.nn import functional as F
 import dcpc
 from dcpc.plan import following
 from tests.cases.exactness import compiled_error
-from tests.cases.launch import run_ranks
+from tests.cases.launch import run_prepared, run_ranks
+from tests.cases.ready import Ready
 from tests.cases.small_models import DIM, VOCABULARY, Heads, Tokens, token_loss
 
 BUCKETS = dcpc.Buckets(
@@ -56,7 +57,7 @@ def data(seq, batch=2, seed=0):
 
 
 def compiled_of(model, buckets=BUCKETS, **options):
-    return dcpc.compile(model, buckets, backend="eager", **options)
+    return dcpc.compile(model, buckets, **{"backend": "eager", "verify": "off"} | options)
 
 
 def evaluation_error(compiled, model, batch, **options):
@@ -253,7 +254,7 @@ class Branching(Tokens):
     ids=["mixing", "label 0", "no value", "cut", "pad alone", "unknown"],
 )
 def test_evaluation_that_would_be_wrong_is_refused(kind, options, message):
-    compiled = compiled_of(model_of(kind))
+    compiled = compiled_of(model_of(kind), verify="auto")
     with pytest.raises(dcpc.DispatchError, match=message):
         compiled.evaluate(data(7), **options)
 
@@ -299,9 +300,22 @@ def test_a_seed_of_torch_repeats_a_call_and_leaves_train_steps_alone():
     assert steps[0] == steps[1]
 
 
-def evaluate_apart(rank, sp, parameters):
-    model = model_of()
-    compiled = compiled_of(model, sp=sp, parameters=parameters)
+SETTINGS = ((1, "whole"), (2, "whole"), (2, "step"))
+
+
+def ready(settings, kind=Dropping):
+    """A model to be compiled by two ranks in each of some settings."""
+    given = {"backend": "eager", "verify": "off"}
+    return [Ready(model_of(kind), BUCKETS, 2, sp=sp, parameters=p, **given) for sp, p in settings]
+
+
+def evaluate_apart(rank, every):
+    return [evaluated_apart(rank, made) for made in every]
+
+
+def evaluated_apart(rank, made):
+    model, compiled = made.model, made.compile()
+    sp, parameters = made.options["sp"], made.options["parameters"]
     seed = 0 if sp == 2 else rank
     found = [
         evaluation_error(compiled, model, data(seq, 2, seed), **options)
@@ -322,16 +336,23 @@ def evaluate_apart(rank, sp, parameters):
     return found
 
 
-@pytest.mark.parametrize(("sp", "parameters"), [(1, "whole"), (2, "whole"), (2, "step")])
-def test_evaluation_is_exact_on_two_ranks(sp, parameters):
-    for found in run_ranks(evaluate_apart, 2, sp, parameters):
-        assert max(found) < 1e-10
+def test_evaluation_is_exact_on_two_ranks():
+    for every in run_prepared(ready, evaluate_apart, 2, SETTINGS):
+        for found, setting in zip(every, SETTINGS, strict=True):
+            assert max(found) < 1e-10, setting
 
 
-def evaluate_in_rounds(rank, kind):
-    whole = model_of(kind)
-    model = model_of(kind)
-    compiled = compiled_of(model, parameters="rounds")
+def in_rounds():
+    return [made for kind in (Dropping, Plain) for made in ready([("auto", "rounds")], kind)]
+
+
+def evaluate_in_rounds(rank, every):
+    return [evaluated_in_rounds(rank, made) for made in every]
+
+
+def evaluated_in_rounds(rank, made):
+    whole = model_of(type(made.model))
+    compiled = made.compile()
     found = [compiled.evaluate(data(n, 2, rank)) for n in (4, 12)]
     last = 7 if rank else 12  # ranks gather together, whatever lengths each has
     found.append(compiled.evaluate(data(last, 2, rank), between="compile"))
@@ -341,10 +362,9 @@ def evaluate_in_rounds(rank, kind):
     return [abs(float(a / b) - 1) for a, b in zip(found, wanted, strict=True)]
 
 
-@pytest.mark.parametrize("kind", [Dropping, Plain])
-def test_evaluation_is_exact_in_rounds(kind):
-    for found in run_ranks(evaluate_in_rounds, 2, kind):
-        assert max(found) < 1e-10
+def test_evaluation_is_exact_in_rounds():
+    for every in run_prepared(in_rounds, evaluate_in_rounds, 2):
+        assert max(map(max, every)) < 1e-10
 
 
 def call_in_two_modes(rank):

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 import dcpc
 from tests.cases.exactness import compiled_error
-from tests.cases.launch import run_ranks
+from tests.cases.launch import run_prepared
+from tests.cases.ready import Ready
 
 INPUTS = {"x": "float64[batch, frames, space, 8]", "y": "float64[batch, frames, space, 8]"}
 SIZES = [(1, 7), (5, 7), (3, 5), (1, 9)]
@@ -35,11 +36,16 @@ class FramesOrImage(nn.Module):
         return ((x + self.out(h) - y) ** 2).mean()
 
 
-def make(sp: int | str = "auto") -> tuple[nn.Module, dcpc.CompiledModel]:
+def ready(sp: int = 1) -> Ready:
     torch.manual_seed(0)
     model = FramesOrImage().double()
     buckets = dcpc.Buckets(INPUTS, [{"frames": t, "space": s} for t, s in SIZES])
-    return model, dcpc.compile(model, buckets, backend="eager", sp=sp)
+    return Ready(model, buckets, sp, backend="eager", sp=sp, verify="off")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dcpc.CompiledModel:
+    return ready().compile()
 
 
 def samples(frames: int, space: int, batch: int) -> dict[str, Tensor]:
@@ -48,33 +54,30 @@ def samples(frames: int, space: int, batch: int) -> dict[str, Tensor]:
     return {n: torch.randn(shape, dtype=torch.float64, generator=generator) for n in INPUTS}
 
 
-def worst_error(model: nn.Module, compiled: dcpc.CompiledModel) -> float:
-    return max(compiled_error(compiled, model, samples(t, s, 3)) for t, s in SIZES)
+def worst_error(compiled: dcpc.CompiledModel) -> float:
+    return max(compiled_error(compiled, compiled.model, samples(t, s, 3)) for t, s in SIZES)
 
 
-def test_buckets_with_a_dim_of_one_are_traced_apart():
-    model, compiled = make()
+def test_buckets_with_a_dim_of_one_are_traced_apart(compiled):
     images, videos = compiled.planned.traces
     assert {b["frames"] for b, v in compiled.planned.by_bucket.items() if v is images} == {1}
     assert "attention" not in images.traced.program.gm.code
     assert "attention" in videos.traced.program.gm.code
-    assert worst_error(model, compiled) < 1e-12
+    assert worst_error(compiled) < 1e-12
     report = compiled.report()
     assert all(f"frames: {t}, space: {s}" in report for t, s in SIZES)
     assert "frames" in compiled.source({"frames": 5, "space": 7})
 
 
-def test_what_needs_one_trace_says_that_there_are_several():
-    _, compiled = make()
+def test_what_needs_one_trace_says_that_there_are_several(compiled):
     with pytest.raises(AssertionError, match="2 traces"):
         _ = compiled.program
 
 
-def over_ranks(rank: int) -> float:
-    model, compiled = make(sp=2)
-    return worst_error(model, compiled)
+def over_ranks(rank: int, made: Ready) -> float:
+    return worst_error(made.compile())
 
 
 @pytest.mark.multirank
 def test_images_and_videos_over_two_ranks_equal_the_plain_model():
-    assert max(run_ranks(over_ranks, 2)) < 1e-10
+    assert max(run_prepared(ready, over_ranks, 2, 2)) < 1e-10
