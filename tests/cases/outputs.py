@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import dcpc
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.step.result import StepResult
+from tests.cases.ready import Ready
 
 TEXT = dict.fromkeys(("ids", "labels"), "int64[batch, seq]")
 BUCKETS = [{"seq": 7}, {"seq": 12}]
@@ -82,17 +83,19 @@ class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"ids": ids, "labels": labels}
 
 
-def training(own_loss: bool = True, **options: Any) -> tuple[dcpc.CompiledModel, dcpc.DataLoader]:
-    """Returns a tagger, compiled in float64, and a loader of all texts in two steps."""
+def ready(own_loss: bool = True, world: int = 1, **options: Any) -> Ready:
+    """Returns a tagger in float64, to be compiled by some ranks."""
     torch.manual_seed(0)
     model = Tagger(own_loss, options.pop("drop", 0.0)).double()
     one = {"batch": 1} if options.pop("alone", False) else {}
-    compiled = dcpc.compile(
-        model,
-        dcpc.Buckets(TEXT, [b | one for b in BUCKETS]),
-        loss=None if own_loss else outside,
-        **options,
-    )
+    options = {"verify": "off"} | options
+    buckets = dcpc.Buckets(TEXT, [b | one for b in BUCKETS])
+    return Ready(model, buckets, world, loss=None if own_loss else outside, **options)
+
+
+def training(made: Ready) -> tuple[dcpc.CompiledModel, dcpc.DataLoader]:
+    """Returns a tagger that this rank compiles, and a loader of all texts in two steps."""
+    compiled = made.compile()
     pad = {"ids": 0, "labels": -100}
     loader = dcpc.DataLoader(
         Texts(), compiled, samples_per_step=6, pad=pad, weight="labels", shuffle=True

@@ -19,8 +19,9 @@ import dcpc
 from dcpc.runtime.parameters.reduction import Reduction
 from tests.cases.call_order import Made, check_alike, circle, recording
 from tests.cases.exactness import SPLITTING
-from tests.cases.launch import run_ranks
+from tests.cases.launch import run_prepared
 from tests.cases.ragged import Ragged, gpt
+from tests.cases.ready import Ready
 
 PAD = {"input_ids": 0, "labels": -100}
 DEGREES = {5: 2, 9: 4, 16: 1, 24: 4}
@@ -47,27 +48,34 @@ def at_any_time(rank: int) -> Any:
     return has_room
 
 
-def steps(rank: int, options: dict[str, Any]) -> tuple[list[Made], int, set[int]]:
+BUCKETS = dcpc.Buckets(
+    inputs=dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]"),
+    sizes=[{"seq": n, "batch": 2} for n in DEGREES],
+)
+
+
+def ready(options: dict[str, Any]) -> Ready:
+    warnings.simplefilter("ignore")
+    told = {"backend": "eager", "device": SPLITTING, "verify": "off", **options}
+    return Ready(gpt(), BUCKETS, 4, **told)
+
+
+def steps(rank: int, made: Ready) -> tuple[list[Made], int, set[int]]:
     """Returns the calls of an epoch, its steps, and the degrees in them."""
     warnings.simplefilter("ignore")
-    buckets = dcpc.Buckets(
-        inputs=dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]"),
-        sizes=[{"seq": n, "batch": 2} for n in DEGREES],
-    )
     with (
         mock.patch("dcpc.codegen.collectives.rows._gather_into", gathers_as_a_gpu),
         mock.patch.object(Reduction, "_has_room", at_any_time(rank)),
         recording() as calls,
     ):
-        told = {"backend": "eager", "device": SPLITTING, "verify": "off", **options}
-        compiled = dcpc.compile(gpt(), buckets, **told)
-        if "pipeline" not in options:
-            for bucket in buckets:
+        compiled = made.compile()
+        if "pipeline" not in made.options:
+            for bucket in BUCKETS:
                 own = replace(compiled.plans[bucket], sp=DEGREES[bucket["seq"]])
                 compiled.plans[bucket] = own
         loader = dcpc.DataLoader(
             Ragged(), compiled, tokens_per_step=120, pad=PAD, weight="labels", shuffle=False,
-            **({} if "pipeline" in options else {"mode": "inter"}),
+            **({} if "pipeline" in made.options else {"mode": "inter"}),
         )  # fmt: skip
         optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
         degrees, count = set[int](), 0
@@ -92,7 +100,7 @@ def steps(rank: int, options: dict[str, Any]) -> tuple[list[Made], int, set[int]
     ids=str,
 )
 def test_a_step_of_several_degrees_has_one_order_of_calls(options):
-    found = run_ranks(steps, 4, options, timeout_s=300.0)
+    found = run_prepared(ready, steps, 4, options, timeout_s=300.0)
     every = [calls for calls, _, _ in found]
     assert found[0][1] > 1
     assert len(found[0][2]) > 1
@@ -105,7 +113,7 @@ def test_a_step_of_several_degrees_has_one_order_of_calls(options):
 @pytest.mark.multirank
 def test_stages_of_several_ranks_call_alike():
     """Messages of stages pass each other, in groups of their own: they have no order in common."""
-    found = run_ranks(steps, 4, {"pipeline": 2, "sp": 2}, timeout_s=300.0)
+    found = run_prepared(ready, steps, 4, {"pipeline": 2, "sp": 2}, timeout_s=300.0)
     every = [calls for calls, _, _ in found]
     check_alike(every)
     assert any(made.kind == "isend" for calls in every for made in calls)

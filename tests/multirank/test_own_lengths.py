@@ -9,9 +9,10 @@ import torch
 import dcpc
 from dcpc.errors import GroupError
 from tests.cases.exactness import SPLITTING, compiled_error, gradient_error, loss_error
-from tests.cases.launch import run_ranks
+from tests.cases.launch import run_prepared, run_ranks
 from tests.cases.packed_models import NUMBERS, Documents, Sequences, alone
 from tests.cases.ragged import LENGTHS, Ragged, gpt
+from tests.cases.ready import Ready
 from tests.cases.steps import compared
 
 pytestmark = pytest.mark.multirank
@@ -34,14 +35,22 @@ SLOW = {
 }
 
 
-def trained(cases):
+def ready(names):
+    warnings.simplefilter("ignore")
+    found = {}
+    for name in names:
+        options, loading = {**CASES, **SLOW}[name]
+        options = {"backend": "eager", "device": SPLITTING, "verify": "off", **options}
+        found[name] = Ready(gpt(), dcpc.Buckets(TEXT, SIZES), 2, **options), loading
+    return found
+
+
+def trained(rank, cases):
     """Largest error of any step, lengths that ran, and shares of padding, by case."""
     warnings.simplefilter("ignore")
     found = {}
-    for name, (options, loading) in cases.items():
-        options = {"backend": "eager", "device": SPLITTING, **options}
-        compiled = dcpc.compile(gpt(), dcpc.Buckets(TEXT, SIZES), **options)
-        data = Ragged()
+    for name, (made, loading) in cases.items():
+        compiled, data = made.compile(), Ragged()
         loader = dcpc.DataLoader(
             data,
             compiled,
@@ -60,7 +69,7 @@ def trained(cases):
                 assert planned.shape["seq"] == mb.inputs["input_ids"].shape[1]
                 assert planned.shape["seq"] <= planned.bucket["seq"]
         if name in BY_HAND:
-            error = max(error, by_hand(compiled, options["sp"]))
+            error = max(error, by_hand(compiled, made.options["sp"]))
         found[name] = error, ran, loader.stats().padding_share
         compiled.close()
     return found
@@ -84,10 +93,6 @@ def by_hand(compiled, sp):
     return error
 
 
-def on_rank(rank, names):
-    return trained({name: {**CASES, **SLOW}[name] for name in names})
-
-
 def check(results):
     for found in results:
         assert {name: error for name, (error, *_) in found.items() if not error < 1e-10} == {}
@@ -99,7 +104,7 @@ def check(results):
 
 
 def test_steps_are_the_plain_models_in_every_mode():
-    check(run_ranks(on_rank, 2, list(CASES)))
+    check(run_prepared(ready, trained, 2, list(CASES)))
 
 
 def packed(rank):
@@ -109,7 +114,7 @@ def packed(rank):
     plain = copy.deepcopy(model)
     data = Sequences([3, 9, 5, 30, 12, 2, 7, 36, 1, 19, 8, 8])
     buckets = dcpc.Buckets(NUMBERS, [{"seq": 12}, {"seq": 41}])
-    compiled = dcpc.compile(model, buckets, backend="eager", device=SPLITTING)
+    compiled = dcpc.compile(model, buckets, backend="eager", device=SPLITTING, verify="off")
     options = {"tokens_per_step": 60, "packing": "segment_ids", "weight": "labels"}
     error, shorter = 0.0, 0
     for step in dcpc.DataLoader(data, compiled, pad_to="longest", **options):
@@ -133,4 +138,4 @@ def test_packed_rows_are_padded_to_the_longest_row():
 
 @pytest.mark.slow
 def test_steps_are_the_plain_models_in_rarer_modes():
-    check(run_ranks(on_rank, 2, list(SLOW)))
+    check(run_prepared(ready, trained, 2, list(SLOW)))

@@ -15,8 +15,8 @@ from dcpc.passes.placement.placement import place
 from dcpc.passes.sharding.sharding import analyse
 from dcpc.trace import trace
 from tests.cases.analysed import on_machine
-from tests.cases.exactness import SplitModel, wrong
-from tests.cases.launch import run_ranks
+from tests.cases.exactness import SplitJob, SplitModel, split_errors, wrong
+from tests.cases.launch import run_prepared
 
 INPUTS = {"x": "float64[batch, seq, 12]"}
 POINTS = ({"batch": 2, "seq": 8}, {"batch": 3, "seq": 17}, {"batch": 1, "seq": 3})
@@ -96,19 +96,19 @@ class Along(nn.Module):
         return self.net(x).sort(1).values.square().mean()
 
 
-def errors(rank: int) -> dict[str, float]:
+def job() -> list[SplitJob]:
     warnings.simplefilter("ignore")
     split = SplitModel(
-        model(), Buckets(inputs=INPUTS, sizes=list(POINTS)), {"batch": 1, "seq": 64}, "eager"
+        model(), Buckets(inputs=INPUTS, sizes=list(POINTS)), {"batch": 1, "seq": 64}, "eager", 2
     )
     generator = torch.Generator().manual_seed(2)
     data = [
         {"x": torch.randn(p["batch"], p["seq"], 12, dtype=torch.float64, generator=generator)}
         for p in POINTS
     ]
-    return split.errors("several", zip(POINTS, data, strict=True))
+    return [SplitJob.ready("several", split, list(zip(POINTS, data, strict=True)))]
 
 
 @pytest.mark.multirank
 def test_several_results_equal_the_plain_ones():
-    assert not wrong(run_ranks(errors, 2, timeout_s=280), 1e-10)
+    assert not wrong(run_prepared(job, split_errors, 2, timeout_s=280), 1e-10)

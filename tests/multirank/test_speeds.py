@@ -8,8 +8,9 @@ import dcpc
 from dcpc.runtime.planner.speeds import slowness
 from dcpc.runtime.step import on_group
 from tests.cases.exactness import SPLITTING
-from tests.cases.launch import run_ranks
+from tests.cases.launch import run_prepared
 from tests.cases.ragged import Ragged, gpt
+from tests.cases.ready import Ready
 from tests.cases.steps import compared
 
 SIZES = [{"seq": 24, "batch": 1}]
@@ -31,14 +32,17 @@ class PlannedClock:
         return [*(s / PlannedClock.speed for s in PlannedClock.spans), 0.0]
 
 
-def train(rank: int, speeds: object) -> dict[str, object]:
+def ready(speeds: object) -> Ready:
+    warnings.simplefilter("ignore")
+    buckets = dcpc.Buckets(dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]"), SIZES)
+    options = {"backend": "eager", "device": SPLITTING, "verify": "off", "sp": 1}
+    return Ready(gpt(), buckets, 2, speeds=speeds, **options)
+
+
+def train(rank: int, made: Ready) -> dict[str, object]:
     warnings.simplefilter("ignore")
     on_group.Clock, PlannedClock.speed = PlannedClock, 0.4 if rank == 1 else 1.0
-    model = gpt()
-    buckets = dcpc.Buckets(dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]"), SIZES)
-    compiled = dcpc.compile(
-        model, buckets, backend="eager", device=SPLITTING, verify="off", sp=1, speeds=speeds
-    )
+    compiled = made.compile()
     loader = dcpc.DataLoader(
         Ragged(), compiled, tokens_per_step=70, pad=PAD, weight="labels", lookahead=1
     )
@@ -59,7 +63,7 @@ def train(rank: int, speeds: object) -> dict[str, object]:
 
 @pytest.mark.multirank
 def test_a_slow_rank_gets_less_once_it_is_known():
-    first, second = run_ranks(train, 2, "auto", timeout_s=200)
+    first, second = run_prepared(ready, train, 2, "auto", timeout_s=200)
     for found in (first, second):
         assert max(found["errors"]) < 1e-10
         assert found["speeds"] == (1.0, 0.4)
@@ -78,7 +82,7 @@ def test_a_slow_rank_gets_less_once_it_is_known():
 
 @pytest.mark.multirank
 def test_given_speeds_are_dealt_by_from_the_first_step():
-    first, second = run_ranks(train, 2, [1.0, 0.4], timeout_s=200)
+    first, second = run_prepared(ready, train, 2, [1.0, 0.4], timeout_s=200)
     assert max(first["errors"] + second["errors"]) < 1e-10
     assert {speeds for _, speeds in first["plans"]} == {(1.0, 0.4)}
     assert first["changes"] == 0

@@ -4,24 +4,25 @@ import pytest
 import torch
 
 import dcpc
-from dcpc.runtime.groups.local_ranks import run_ranks
 from dcpc.runtime.step.on_group import OnGroup
 from tests.cases.exactness import SPLITTING
+from tests.cases.launch import run_prepared
 from tests.cases.outputs import (
     BUCKETS,
     TEXT,
     Tagger,
     output_errors,
     plain_of,
+    ready,
     step_errors,
     training,
 )
 from tests.fuzz.memory_limit import MemoryLimit
 
 
-def errors(rank, outputs, own_loss, options):
+def errors(outputs, made):
     """The largest error of steps and an evaluation; the samples, and where pieces of logits lie."""
-    compiled, loader = training(own_loss, verify="full", **options)
+    compiled, loader = training(made)
     found, seen, places = [], [], {}
     for step in loader:
         worst, result = step_errors(compiled, step, outputs)
@@ -33,20 +34,24 @@ def errors(rank, outputs, own_loss, options):
             places[step.index, one.micro_batch.number] = (piece.dim, where, piece.length)
     ids, labels = torch.randint(0, 13, (2, 1, 9), generator=torch.Generator().manual_seed(9))
     batch = {"ids": ids, "labels": labels}
-    if options.get("parameters") != "rounds":
+    if made.options.get("parameters") != "rounds":
         loss, got = compiled.evaluate(batch, between="compile", outputs=outputs)
         found += output_errors(got, loss, plain_of(compiled).eval(), batch)
     return max(found), seen, places
 
 
+def prepare(cases):
+    return [(outputs, ready(own_loss, 2, **options)) for outputs, own_loss, options in cases]
+
+
 def all_errors(rank, cases):
-    return [errors(rank, *case) for case in cases]
+    return [errors(*case) for case in cases]
 
 
 @pytest.mark.parametrize(("recompute", "own_loss"), [("none", True), ("all", False)])
 def test_outputs_of_steps_are_the_plain_models(recompute, own_loss):
-    options = {"backend": "eager", "recompute": recompute}
-    worst, seen, _ = errors(0, "gathered", own_loss, options)
+    options = {"backend": "eager", "recompute": recompute, "verify": "full"}
+    worst, seen, _ = errors("gathered", ready(own_loss, **options))
     assert worst < 1e-12
     assert sorted(seen) == [*range(12)]
 
@@ -66,7 +71,7 @@ CASES = [
     "cases", [CASES[::4], pytest.param(CASES[1:4], marks=pytest.mark.slow)], ids=["quick", "rest"]
 )
 def test_outputs_of_steps_are_the_plain_models_on_two_ranks(cases):
-    one, other = run_ranks(all_errors, 2, cases, timeout_s=200.0)
+    one, other = run_prepared(prepare, all_errors, 2, cases, timeout_s=200.0)
     for (outputs, _, options), (worst, seen, mine), (also, more, theirs) in zip(
         cases, one, other, strict=True
     ):
@@ -82,11 +87,11 @@ def test_outputs_of_steps_are_the_plain_models_on_two_ranks(cases):
 
 @pytest.mark.slow
 def test_outputs_of_steps_are_the_plain_models_under_inductor():
-    assert errors(0, "gathered", True, {"backend": "inductor", "recompute": "all"})[0] < 1e-12
+    assert errors("gathered", ready(backend="inductor", recompute="all"))[0] < 1e-12
 
 
 def test_a_step_draws_the_same_random_numbers_with_outputs_and_without():
-    compiled, loader = training(backend="eager", drop=0.5)
+    compiled, loader = training(ready(backend="eager", drop=0.5))
     for step in loader:
         compiled.zero_grad()
         loss = compiled.train_step(step).loss
@@ -97,7 +102,9 @@ def test_a_step_draws_the_same_random_numbers_with_outputs_and_without():
 
 
 def test_a_gradient_through_an_output_is_refused():
-    compiled = dcpc.compile(Tagger().double(), dcpc.Buckets(TEXT, BUCKETS), backend="eager")
+    compiled = dcpc.compile(
+        Tagger().double(), dcpc.Buckets(TEXT, BUCKETS), backend="eager", verify="off"
+    )
     ids = torch.randint(0, 13, (2, 7))
     loss, found = compiled(ids=ids, labels=ids, outputs=True)
     assert found.loss is loss
@@ -116,7 +123,7 @@ def test_a_gradient_through_an_output_is_refused():
 
 
 def test_outputs_count_in_what_a_step_may_need():
-    compiled, loader = training(backend="eager", recompute="none")
+    compiled, loader = training(ready(backend="eager", recompute="none"))
     plan = (step := next(iter(loader))).plan
     measured, predicted = [], []
     for outputs in (False, True):

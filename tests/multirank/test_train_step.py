@@ -9,22 +9,31 @@ from torch.nn import functional as F
 
 import dcpc
 from tests.cases.exactness import SPLITTING, gradient_error
-from tests.cases.launch import run_ranks
+from tests.cases.launch import run_prepared
 from tests.cases.ragged import Ragged, gpt
+from tests.cases.ready import Ready
 
 # seq -> degree: several degrees in one step; 5 and 9 are not divided by it, 3 is below 4 ranks.
 DEGREES = {3: 1, 5: 2, 9: 4, 16: 1, 24: 4}
 
 
-def step_errors(rank: int, world: int, backend: str) -> list[tuple[float, float, set[int]]]:
+BUCKETS = dcpc.Buckets(
+    inputs=dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]"),
+    sizes=[{"seq": n, "batch": 2} for n in DEGREES],
+)
+
+
+def ready(world: int) -> Ready:
     warnings.simplefilter("ignore")
-    model, alone, data = gpt(), gpt(), Ragged()
-    buckets = dcpc.Buckets(
-        inputs=dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]"),
-        sizes=[{"seq": n, "batch": 2} for n in DEGREES],
-    )
-    compiled = dcpc.compile(model, buckets, backend=backend, device=SPLITTING)
-    for bucket in buckets:
+    return Ready(gpt(), BUCKETS, world, backend="eager", device=SPLITTING, verify="off")
+
+
+def step_errors(rank: int, made: Ready) -> list[tuple[float, float, set[int]]]:
+    warnings.simplefilter("ignore")
+    model, alone, data = made.model, gpt(), Ragged()
+    compiled = made.compile()
+    world = compiled.groups.world
+    for bucket in BUCKETS:
         degree = min(DEGREES[bucket["seq"]], world)
         compiled.plans[bucket] = replace(compiled.plans[bucket], sp=degree)
     pad = {"input_ids": 0, "labels": -100}
@@ -66,9 +75,9 @@ def check(found: list[tuple[float, float, set[int]]], mixed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.multirank
 def test_step_with_mixed_degrees_has_the_gradient_of_the_global_loss():
-    for found in run_ranks(step_errors, 4, 4, "eager", timeout_s=280):
+    for found in run_prepared(ready, step_errors, 4, 4, timeout_s=280):
         check(found, mixed=3)
 
 
 def test_the_same_script_alone():
-    check(step_errors(0, 1, "eager"), mixed=1)
+    check(step_errors(0, ready(1)), mixed=1)
