@@ -57,5 +57,5 @@ def draw(systems: Mapping[str, Sequence[StepTimeline]], file: Path) -> None:
         panel.set_ylabel("rank", fontsize=8)
     panels[-1].set_xlabel("seconds (predicted); a black line ends a step", fontsize=7)
     named = {f"{size} rank{'s' * (size > 1)}": colour[size] for size in sizes[:8]}
-    legend(panels[0], "of a group", {**named, "other": OTHER})
+    legend(panels[0], "groups of", {**named, "other": OTHER})
     figure.savefig(file, format="png", dpi=110)
