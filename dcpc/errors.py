@@ -85,6 +85,12 @@ class DefectError(DcpcError):
     """Something failed that dcpc neither refuses nor explains: a defect of dcpc."""
 
 
+def class_named(name: str) -> type[DcpcError] | None:
+    """Returns the class of an error that another rank told by its name; None: it is not dcpc's."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, DcpcError) else None
+
+
 def check_call(
     what: str,
     signature: inspect.Signature,
@@ -93,13 +99,6 @@ def check_call(
     error: type[DcpcError],
 ) -> None:
     """Refuses arguments that a function does not take, and names those that are probably meant.
-
-    Args:
-        what: name of the function, for the message.
-        signature: parameters of the function, without `self`.
-        args: arguments given by position.
-        given: arguments given by name.
-        error: class to raise.
 
     Raises:
         DcpcError: an argument is unknown, missing, given twice, or given by position though it has
@@ -196,9 +195,6 @@ def explaining(doing: str) -> Iterator[None]:
 
     Errors that code of the user's raises, called by dcpc (a dataset, a logger, `weight=`), pass as
     they are, and so does running out of memory.
-
-    Args:
-        doing: name of the call and where training is, for the message.
 
     Raises:
         DefectError: with the first line of the error, and the line of the user's that it is about.

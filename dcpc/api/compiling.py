@@ -150,15 +150,7 @@ def _compiled(
 def _staged(
     model: nn.Module, buckets: Buckets, options: CompileOptions, told: PlanOptions, speeds: Speeds
 ) -> tuple[Planned, CutModel | None, str]:
-    """Returns the plan to run, its stages, and the reason for these; no stages: no pipeline.
-
-    Args:
-        model: model of the user.
-        buckets: buckets that it is compiled for.
-        options: options with `pipeline`.
-        told: options of a plan without a pipeline.
-        speeds: speed of each rank; none: they are equally fast.
-    """
+    """Returns the plan to run, its stages, and the reason for these; no stages: no pipeline."""
     stages, world = options.pipeline, told.world
     assert stages is not None, "asked for"
     refuse_beside_stages(options, stages, world)

@@ -58,12 +58,7 @@ def request_of(
 
 
 def communicators(sps: Sequence[int], world: int) -> int:
-    """Returns the most process groups that a rank is in: of all ranks, of gradients, of degrees.
-
-    Args:
-        sps: degrees that plans may have.
-        world: number of ranks.
-    """
+    """Returns the most process groups that a rank is in: of all ranks, of gradients, of degrees."""
     return 2 + sum(1 < sp < world for sp in sps) if world > 1 else 0
 
 
@@ -85,14 +80,7 @@ def target_of(device: str | Device) -> Device:
 def _residents(
     model: nn.Module, own: Sequence[nn.Parameter], optimizer: OptimizerMemory, mode: str
 ) -> list[int]:
-    """Returns the bytes of each parameter, buffer, gradient and tensor of the optimizer's state.
-
-    Args:
-        model: model of the user.
-        own: part of each parameter that this rank updates.
-        optimizer: memory of the optimizer.
-        mode: mode of parameters.
-    """
+    """Returns the bytes of each parameter, buffer, gradient and tensor of the optimizer's state."""
     whole = list(model.parameters())
     held = own if mode in ("pull", "rounds") else whole
     found = [*(p.nbytes for p in held), *(b.nbytes for b in model.buffers())]

@@ -210,14 +210,7 @@ def _planned(traces: Traces, options: PlanOptions, partly: bool) -> Planned:
 def calibration_key(
     traces: Sequence[Traced], device: Device, at: torch.device, world: int
 ) -> CalibrationKey:
-    """Returns the key that a calibration must have to plan these traces with it.
-
-    Args:
-        traces: traces of the model, in the order of the buckets.
-        device: device that is planned for.
-        at: device of the model.
-        world: number of ranks.
-    """
+    """Returns the key that a calibration must have to plan these traces with it."""
     first = traces[0]
     return CalibrationKey(
         device=device.name,

@@ -40,10 +40,6 @@ class LinedYaml:
 def read_yaml(file: str | Path, error: type[DcpcError]) -> LinedYaml:
     """Returns the one document in a file, read with the safe loader (no code is run).
 
-    Args:
-        file: path of the file, UTF-8.
-        error: class to raise, that of the calling phase.
-
     Raises:
         DcpcError: the file cannot be read, is not YAML or repeats a key (class `error`).
     """
@@ -79,11 +75,6 @@ def read_yaml(file: str | Path, error: type[DcpcError]) -> LinedYaml:
 
 def path_of(file: object, error: type[DcpcError], what: str) -> Path:
     """Returns a valid file path.
-
-    Args:
-        file: value that a user gave.
-        error: class to raise.
-        what: name of the file in the error text.
 
     Raises:
         DcpcError: it is no path, or one that no file can have (class `error`).

@@ -72,7 +72,8 @@ def _lines(plan: StepPlan, world: int) -> list[str]:
         ranks = str(mb.ranks[0]) if mb.sp == 1 else f"{mb.ranks[0]}-{mb.ranks[-1]}"
         lines.append(
             f"{begin_s:9.4f} {begin_s + mb.seconds_s:9.4f}  {ranks:9} {len(mb.sample_ids)} of "
-            f"{mb.bucket}, sp {mb.sp}, recompute {mb.menu_step}" + _shorter(mb)
+            f"{mb.bucket}, sp {mb.sp}, recompute {mb.menu_step}"
+            + (f", padded to {mb.shape}" if mb.dims else "")
         )
     lines += ["", *_chart(plan, begins, world), ""]
     for rank in range(world):
@@ -113,10 +114,6 @@ def _stages(plan: StepPlan) -> list[str]:
         lines.append("")
     busy = ", ".join(f"{busy_s:.4g}" for busy_s in plan.busy_s)
     return [*lines, f"ranks are busy for {busy} s"]
-
-
-def _shorter(mb: PlannedMicroBatch) -> str:
-    return f", padded to {mb.shape}" if mb.dims else ""
 
 
 def _chart(plan: StepPlan, begins: tuple[float, ...], world: int) -> list[str]:

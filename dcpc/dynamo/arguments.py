@@ -69,12 +69,7 @@ class Arguments:
     constants: tuple[int, ...]
 
     def renamed(self, buckets: Buckets, lengths: Mapping[str, int]) -> list[dict[str, int]]:
-        """Returns the sizes of buckets under this graph's names of dims.
-
-        Args:
-            buckets: buckets for the arguments of the model's forward.
-            lengths: lengths of dims that no bucket gives.
-        """
+        """Returns the sizes of buckets under this graph's names of dims."""
         names: dict[str, str] = {}
         for position, input_name in self.inputs.items():
             spec = buckets.inputs.get(self.given_names[position])
@@ -246,10 +241,6 @@ def multiples_of(placeholders: Sequence[fx.Node], sizes: Mapping[str, int]) -> d
 
     Dynamo guards on it, or on another size being a multiple of its quotient; in the latter case the
     first call must have no remainder.
-
-    Args:
-        placeholders: placeholders of a captured graph.
-        sizes: sizes in the first call, by name.
     """
     found: dict[str, int] = {}
     for guard in guards_of(placeholders):
@@ -276,11 +267,6 @@ def _divided(guard: sympy.Basic) -> Iterator[tuple[sympy.Symbol, int]]:
 
 def _dim(name: str, size: int | torch.SymInt, multiples: Mapping[str, int]) -> DimExpr:
     """Returns a dim of an argument as a bucket's expression.
-
-    Args:
-        name: name of the argument.
-        size: size of the dim.
-        multiples: name of a dim -> number that its size is a multiple of.
 
     Raises:
         TraceError: the size has no form that buckets have.

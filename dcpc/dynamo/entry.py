@@ -43,7 +43,13 @@ def backend(
     given = dict(options or {})
     fallback, buckets = given.pop("fallback", "inductor"), given.pop("buckets", None)
     check_choice("torch.compile(backend='dcpc'): got fallback", fallback, FALLBACKS)
-    chosen = _compile_options(given)
+    known = {*CompileOptions.__dataclass_fields__} - {"group", "sp", "parameters", "pipeline"}
+    if unknown := sorted(given.keys() - known):
+        raise PlanError(
+            f"torch.compile(backend='dcpc'): got options {', '.join(unknown)}; expected some of "
+            f"buckets, fallback, {', '.join(sorted(known))}; for ranks use dcpc.compile"
+        )
+    chosen = CompileOptions(**given)
     plain = without_regions(gm)
     fix_numbers(plain)
     try:
@@ -71,13 +77,3 @@ def backend(
 
 def _warn(problem: str) -> None:
     warnings.warn(f"torch.compile(backend='dcpc'): {problem}", stacklevel=3)
-
-
-def _compile_options(given: Mapping[str, Any]) -> CompileOptions:
-    known = {*CompileOptions.__dataclass_fields__} - {"group", "sp", "parameters", "pipeline"}
-    if unknown := sorted(given.keys() - known):
-        raise PlanError(
-            f"torch.compile(backend='dcpc'): got options {', '.join(unknown)}; expected some of "
-            f"buckets, fallback, {', '.join(sorted(known))}; for ranks use dcpc.compile"
-        )
-    return CompileOptions(**given)

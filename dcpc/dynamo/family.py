@@ -110,12 +110,7 @@ class Family:
         return found
 
     def run(self, call: FamilyCall, given: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the outputs of the captured graph.
-
-        Args:
-            call: compiled call for these arguments.
-            given: arguments of the graph.
-        """
+        """Returns the outputs of the captured graph."""
         tensors = [*call.take((*given, *call.constants))]
         for i in call.checked:
             tensors[i] = resolved(tensors[i].contiguous())
@@ -244,12 +239,7 @@ class _RangeTrace:
         return alike and _within(lengths, self._ranges)
 
     def call(self, lengths: Mapping[str, int], shape: Sequence[int]) -> FamilyCall:
-        """Returns the compiled call at these lengths, with the plan of the smallest fitting bucket.
-
-        Args:
-            lengths: length of each dim.
-            shape: sizes of the call, from `Arguments.shape`.
-        """
+        """Returns the compiled call at these lengths, with the smallest fitting bucket's plan."""
         own = self._own(lengths)
         largest = max(self._buckets, key=lambda b: b.shape_key)
         bucket = self._buckets.holding(own) or largest

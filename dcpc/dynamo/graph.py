@@ -65,11 +65,7 @@ class Captured(nn.Module):
         self.checked = frozenset(range(self.count)) - {*arguments.parameters} | bits
 
     def forward(self, **inputs: Tensor) -> AllOutputs:
-        """Returns all tensors that the graph returns.
-
-        Args:
-            inputs: tensors by the names in `arguments`.
-        """
+        """Returns all tensors that the graph returns."""
         given: list[Any] = [None] * self.count
         for position, name in self.arguments.parameters.items():
             given[position] = getattr(self, name)
@@ -82,20 +78,12 @@ class Captured(nn.Module):
         return AllOutputs(returned[i] for i in self.tensors)
 
     def numbers_at(self, shape: Sequence[int]) -> tuple[Any, ...]:
-        """Returns the graph's outputs with numbers at their places, and None for tensors.
-
-        Args:
-            shape: sizes of the call, from `Arguments.shape`.
-        """
+        """Returns the graph's outputs with numbers at their places, and None for tensors."""
         sizes = {**dict(zip(self.arguments.sizes, shape, strict=True)), **self.fixed}
         return tuple(None if number is None else number(sizes) for number in self.numbers)
 
     def strides_at(self, shape: Sequence[int]) -> tuple[tuple[int, ...] | None, ...]:
-        """Returns the strides of each tensor that the graph returns; None: unknown.
-
-        Args:
-            shape: sizes of the call, from `Arguments.shape`.
-        """
+        """Returns the strides of each tensor that the graph returns; None: unknown."""
         sizes = {**dict(zip(self.arguments.sizes, shape, strict=True)), **self.fixed}
         found: list[tuple[int, ...] | None] = []
         for strides in self._strides:
@@ -106,12 +94,7 @@ class Captured(nn.Module):
         return tuple(found)
 
     def returned(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the captured graph's outputs, tensors and numbers, in its order.
-
-        Args:
-            tensors: tensors that the graph returns.
-            numbers: outputs from `numbers_at`.
-        """
+        """Returns the captured graph's outputs, tensors and numbers, in its order."""
         found = [*numbers]
         for position, tensor in zip(self.tensors, tensors, strict=True):
             found[position] = tensor
@@ -126,9 +109,6 @@ def refuse_reads_of_memory(gm: fx.GraphModule) -> None:
     """Refuses a graph that reads strides of values, if its arguments are not contiguous.
 
     Compiled graphs get contiguous inputs.
-
-    Args:
-        gm: graph module from Dynamo.
 
     Raises:
         TraceError: the graph reads strides, and an argument is not contiguous.

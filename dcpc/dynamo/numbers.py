@@ -18,9 +18,6 @@ def fix_numbers(gm: fx.GraphModule) -> None:
     With `dynamic=True` each number of a module (an epsilon, a probability) is passed as a tensor,
     made anew in each call, and read in the graph. Inductor requests the same.
 
-    Args:
-        gm: graph module from Dynamo.
-
     Raises:
         TensorifyScalarRestartAnalysis: there are such numbers; Dynamo starts again.
     """

@@ -34,9 +34,6 @@ def as_on_gpu(gpu: bool) -> Iterator[None]:
     """Traces the calls of its block, in this thread, as on a GPU if `gpu` is true.
 
     The block must run under torch's python dispatcher.
-
-    Args:
-        gpu: whether to trace as on a GPU.
     """
     before = is_asked()
     _asked.value = gpu

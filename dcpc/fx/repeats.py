@@ -73,10 +73,6 @@ def aligned(run: RepeatedBlocks, last_read: Sequence[int]) -> int:
     """Returns the start of a run's first block: where the fewest values cross the borders.
 
     Only starts that leave the most whole blocks are considered.
-
-    Args:
-        run: run of blocks.
-        last_read: index of the last reader of each call's value.
     """
     spare = (run.stop - run.start) % run.period
     starts = range(run.start, run.start + spare + 1)

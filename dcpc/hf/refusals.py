@@ -15,10 +15,6 @@ _LAYERWISE = ("lomo", "adalomo")
 def refuse(trainer: Any, compile_options: Mapping[str, Any]) -> None:
     """Refuses settings with which dcpc would train differently than the Trainer.
 
-    Args:
-        trainer: Trainer with its arguments, model and data.
-        compile_options: keyword arguments of `dcpc.compile`.
-
     Raises:
         PlanError: a setting is refused; all of them are named.
     """

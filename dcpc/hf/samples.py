@@ -107,11 +107,6 @@ def accelerates_order(samples: int, seed: int, epoch: int) -> list[int]:
     """Returns the samples in the order of the Trainer's own shuffling sampler.
 
     Source: accelerate's `SeedableRandomSampler`, which the Trainer uses by default.
-
-    Args:
-        samples: number of samples.
-        seed: the Trainer's `data_seed`, or its `seed`.
-        epoch: epoch, from 0.
     """
     generator = torch.Generator().manual_seed(seed + epoch)
     order: list[int] = torch.randperm(samples, generator=generator).tolist()

@@ -27,12 +27,7 @@ class StepStream(IterableDataset[Batch]):
     """
 
     def __init__(self, loader: steps_loader.DataLoader, main_input: str) -> None:
-        """Stores the loader; loads nothing yet.
-
-        Args:
-            loader: loader of the compiled model.
-            main_input: name of the input that tokens are counted by.
-        """
+        """Stores the loader; loads nothing yet."""
         self.loader = loader
         self.main_input = main_input
         self.skipped = 0  # steps that the Trainer skips and that are not made again
@@ -157,11 +152,7 @@ class LoaderState(TrainerCallback, ExportableState):  # type: ignore[misc]
 
 
 def saved_in(state: Any) -> dict[str, Any] | None:
-    """Returns the dict that `LoaderState` saved; None: the checkpoint has none.
-
-    Args:
-        state: the `TrainerState`, which is given room for the next one.
-    """
+    """Returns the dict that `LoaderState` saved; None: the checkpoint has none."""
     entry = state.stateful_callbacks.setdefault(LoaderState.__name__, {})
     entry = entry[-1] if isinstance(entry, list) else entry
     found: dict[str, Any] | None = entry.get("attributes", {}).get("saved")

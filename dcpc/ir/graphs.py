@@ -124,11 +124,7 @@ class GatherUnits:
         return tuple(found)
 
     def within(self, parameters: Collection[str]) -> GatherUnits:
-        """Returns the units of a program that has only some of the parameters.
-
-        Args:
-            parameters: placeholders that the program has.
-        """
+        """Returns the units of a program that has only some of the parameters."""
         own = [tuple(n for n in unit if n in parameters) for unit in self.units]
         numbers = [k for k, unit in enumerate(own) if unit]
         again = frozenset(i for i, k in enumerate(numbers) if k in self.again)

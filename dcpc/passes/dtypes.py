@@ -20,9 +20,6 @@ _PRODUCTS = {
 def refuse_mixed(program: Program) -> None:
     """Refuses a matrix product whose operands have several floating dtypes.
 
-    Args:
-        program: the traced model.
-
     Raises:
         TraceError: names the op, its operands and where it is in the model.
     """

@@ -46,11 +46,7 @@ class _InputPart:
 
 
 def value_ranges(program: Program) -> dict[str, tuple[ValueRange, ...]]:
-    """Returns input -> ranges that the ops which read its values require; others are left out.
-
-    Args:
-        program: the traced model.
-    """
+    """Returns input -> ranges that the ops which read its values require; others are left out."""
     parts: dict[fx.Node, _InputPart] = {}
     found: dict[str, dict[ValueRange, None]] = {}
     for node in program.gm.graph.nodes:

@@ -48,13 +48,6 @@ def choose(
 ) -> BucketPlan:
     """Returns the row of least rank-seconds a sample among those that fit.
 
-    Args:
-        bucket: bucket of the rows.
-        rows: priced rows, at least one.
-        memory_bytes: memory of one rank.
-        world: number of ranks.
-        recompute_mode: user's option: "auto", or a forced "none" or "all".
-
     Raises:
         PlanError: no row fits; the text says how many bytes the best one lacks.
     """
@@ -90,9 +83,6 @@ def least_needed(rows: Sequence[TriedRow]) -> TriedRow:
 
     On a GPU only chosen rows are priced by segments, so that a larger micro-batch may seem to need
     less.
-
-    Args:
-        rows: priced rows, at least one.
     """
     least = {row.sp: row.micro_batch for row in sorted(rows, key=lambda row: -row.micro_batch)}
     smallest = [row for row in rows if row.micro_batch == least[row.sp]]
@@ -178,11 +168,7 @@ def elements(bucket: Bucket) -> int:
 
 
 def stretches(plans: Sequence[BucketPlan]) -> list[Stretch]:
-    """Returns the plans by rising length, grouped where neighbours have the same setting.
-
-    Args:
-        plans: one plan for each bucket, in any order.
-    """
+    """Returns the plans by rising length, grouped where neighbours have the same setting."""
     found: list[list[BucketPlan]] = []
     for plan in sorted(plans, key=lambda p: (elements(p.bucket), p.bucket.shape_key)):
         if found and _choice(found[-1][0]) == _choice(plan):

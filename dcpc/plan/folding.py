@@ -129,11 +129,7 @@ class Lift:
 
 
 def copies_of(program: Program) -> dict[str, object]:
-    """Returns node -> the copy of a repeated block that has it; nodes outside of blocks are absent.
-
-    Args:
-        program: traced model.
-    """
+    """Returns node -> the copy of a repeated block that has it; other nodes are absent."""
     folded = fold(program)
     if folded is None:
         return {}

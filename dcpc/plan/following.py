@@ -51,11 +51,7 @@ class Followed:
         self._traces = 0
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether each object of a model is the same as at the last look.
-
-        Args:
-            model: user's module.
-        """
+        """Whether each object of a model is the same as at the last look."""
         return self._last.holds(model) and self._facts_of_loss() == self._loss_facts
 
     def _facts_of_loss(self) -> list[object]:
@@ -83,9 +79,6 @@ class Followed:
 
     def materialized(self, model: nn.Module) -> None:
         """Adopts the tensors of a model that was on the meta device, its only allowed change.
-
-        Args:
-            model: user's module.
 
         Raises:
             DispatchError: something else changed as well.
@@ -169,10 +162,6 @@ def state_tensors(model: nn.Module, planned: Planned) -> dict[str, Tensor]:
     """Returns name -> tensor of all parameters, buffers and constants of a model, each once.
 
     Tensors on the meta device have no values, and are left out.
-
-    Args:
-        model: user's module.
-        planned: plan that holds the traces.
     """
     constants = [
         (f"constant {name} of trace {number}", t)

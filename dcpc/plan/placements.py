@@ -66,12 +66,7 @@ class Placements:
         self._settled = True
 
     def foresee(self, sizes: Sequence[Sizes], sp: int) -> None:
-        """Solves for placements that may be asked for next, together: hardly slower than for one.
-
-        Args:
-            sizes: length of every dim, of each placement that may be asked for.
-            sp: ranks of the group.
-        """
+        """Solves for placements that may be asked for next together, hardly slower than for one."""
         at = {_asked(each, sp): each for each in sizes}
         new = [k for k in at if k not in self._made and k not in self._best]
         if sp > 1 and len(new) > 1:

@@ -61,14 +61,7 @@ def shown(console: Console | None = None) -> Iterator[None]:
 def tracked(
     items: Sequence[T], what: str, name: Callable[[T], object] = str, wait_s: float = PATIENCE_S
 ) -> Iterator[T]:
-    """Yields the items and shows a bar: how many are done, and which one is in progress.
-
-    Args:
-        items: items to work through.
-        what: verb for the work, such as "plan".
-        name: function that names an item.
-        wait_s: seconds before the bar appears.
-    """
+    """Yields the items and shows a bar: how many are done, and which one is in progress."""
     several = (BarColumn(), MofNCompleteColumn())
     columns = several if len(items) > 1 else (SpinnerColumn(),)  # of one it knows no share
     with _bar(columns, what, len(items), wait_s) as bar:
@@ -82,12 +75,7 @@ def tracked(
 
 @contextmanager
 def during(what: str, wait_s: float = PATIENCE_S) -> Iterator[None]:
-    """Shows a spinner with the elapsed time for work whose progress is unknown.
-
-    Args:
-        what: work inside the block, such as "load the model".
-        wait_s: seconds before the spinner appears.
-    """
+    """Shows a spinner with the elapsed time for work whose progress is unknown."""
     with _bar((SpinnerColumn(),), what, 1, wait_s):
         yield
 

@@ -91,11 +91,7 @@ class Structure:
         return self.turns[taken - 1] if taken else None
 
     def gathered_again(self, menu_step: int) -> dict[int, int]:
-        """Returns unit gathered again in backward -> copies that keep their parameters.
-
-        Args:
-            menu_step: number of recompute steps taken.
-        """
+        """Returns unit gathered again in backward -> copies that keep their parameters."""
         turn = self.turn(menu_step)
         gathers = {} if turn is None else turn.gathers
         units = self.lowering.joint.gathers
@@ -313,12 +309,6 @@ def _turns(
     Of units at the same price the first of forward comes first, as it would be kept the longest. In
     a folded program the first copy joins the middle copy's step, as the middle copy stands for
     others.
-
-    Args:
-        menu: recompute menu into which the steps are sorted by price.
-        units: units that backward may gather again, in the order of forward.
-        seconds: predicted seconds of each unit's gather.
-        copies: number of calls that each node stands for; None: each stands for one.
     """
     size_bytes = [sum(int(t.nbytes) for t in u.gather.meta["val"]) for u in units]
     prices = [s / b for s, b in zip(seconds, size_bytes, strict=True)]

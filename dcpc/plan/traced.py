@@ -131,9 +131,6 @@ class Traced:
 
         If gradients are handed over, only those of parameters read under two names stay, as each is
         a sum of two. Inductor runs the whole of backward as one call.
-
-        Args:
-            lowering: lowered graph of the program.
         """
         if not self.hands_over or lowering.backend != "eager":
             return None
@@ -234,11 +231,7 @@ class Held:
         self.bind(model)
 
     def bind(self, model: nn.Module) -> None:
-        """Looks up the modules that own the tensors again, as a submodule may have been replaced.
-
-        Args:
-            model: the user's module.
-        """
+        """Looks up the modules that own the tensors again: a submodule may have been replaced."""
         self._places: list[tuple[str, nn.Module, str]] = []
         for placeholder, name in self._names.items():
             owner, _, leaf = name.rpartition(".")

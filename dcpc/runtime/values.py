@@ -43,12 +43,7 @@ class WrongValue:
 
 
 def out_of_range(inputs: Mapping[str, Tensor], ranges: Ranges) -> WrongValue | None:
-    """Returns the first integer that is no row or class of what reads it; None: all are.
-
-    Args:
-        inputs: by name.
-        ranges: what the model's ops need of them, see `dcpc/passes/value_ranges.py`.
-    """
+    """Returns the first integer that is no row or class of what reads it; None: all are."""
     for name, needs in ranges.items():
         for need in needs if inputs[name].device.type == "cpu" else ():
             found = _first_outside(name, inputs[name], need)
@@ -58,11 +53,7 @@ def out_of_range(inputs: Mapping[str, Tensor], ranges: Ranges) -> WrongValue | N
 
 
 def not_numbers(inputs: Mapping[str, Tensor]) -> WrongValue | None:
-    """Returns the first NaN of inputs; None: there is none. Infinities are what masks are made of.
-
-    Args:
-        inputs: by name.
-    """
+    """Returns the first NaN of inputs, or None. Infinities are what masks are made of."""
     for name, x in inputs.items():
         floating = x.is_floating_point() and x.device.type == "cpu"
         # A sum is NaN where an element is (or where two infinities cancel): it needs no mask.

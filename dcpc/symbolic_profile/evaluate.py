@@ -172,11 +172,7 @@ class Meter:
         self._price(ledger, work)
 
     def at(self, ledger: Ledger) -> Meter:
-        """Returns the meter for groups of another size.
-
-        Args:
-            ledger: ledger of the same nodes, at the other group size.
-        """
+        """Returns the meter for groups of another size."""
         work = self._all_work(ledger)
         if not self._basis.holds(e for w in work for e in (w.flops, w.bytes_moved, w.wire_bytes)):
             return Meter(ledger, self._nodes)
@@ -205,13 +201,7 @@ class Meter:
         self._of: dict[fx.Node, tuple[int, int]] = {}
 
     def read(self, costs: Costs, dims: Mapping[str, int], device: Device) -> Prediction:
-        """Returns memory, FLOPs and seconds of a run.
-
-        Args:
-            costs: costs of the run, from the ledger.
-            dims: symbol name -> size.
-            device: device that runs it.
-        """
+        """Returns memory, FLOPs and seconds of a run."""
         whole, exact = self._at(dims)
         timeline = costs.timeline
         live = timeline.live(_in_blocks(self._matrix(costs) @ whole, device))
@@ -257,24 +247,12 @@ class Meter:
     def most_alive(
         self, costs: Costs, ranks: Sequence[Mapping[str, int]], device: Device
     ) -> Integers:
-        """Returns the maximum over ranks of the live bytes at each point, `[points]` bytes.
-
-        Args:
-            costs: costs of the run, from the ledger.
-            ranks: for each rank: symbol name -> size.
-            device: device that runs it.
-        """
+        """Returns the maximum over ranks of the live bytes at each point, `[points]` bytes."""
         found: Integers = np.max([self.live_bytes(costs, dims, device) for dims in ranks], axis=0)
         return found
 
     def live_bytes(self, costs: Costs, dims: Mapping[str, int], device: Device) -> Integers:
-        """Returns the live bytes at each point of a run's timeline, `[points]` bytes.
-
-        Args:
-            costs: costs of the run, from the ledger.
-            dims: symbol name -> size.
-            device: device that runs it.
-        """
+        """Returns the live bytes at each point of a run's timeline, `[points]` bytes."""
         sizes = _in_blocks(self._matrix(costs) @ self._at(dims)[0], device)
         live: Integers = costs.timeline.live(sizes)
         return live
@@ -308,14 +286,7 @@ class Meter:
         *,
         forward: bool = True,
     ) -> tuple[Floats, Floats]:
-        """Returns seconds and bytes of each call, `[nodes]` both; a view has 0 seconds.
-
-        Args:
-            nodes: the calls.
-            dims: symbol name -> size.
-            device: device that runs them.
-            forward: whether forward makes them.
-        """
+        """Returns seconds and bytes of each call, `[nodes]` both; a view has 0 seconds."""
         whole, exact = self._at(dims)
         each = self._roofline.seconds(exact, device)
         work = [self._ledger.work(n, forward=forward) for n in nodes]

@@ -191,10 +191,6 @@ class Ledger:
     def costs(self, what: Partition | Schedule, fold: Fold | None = None) -> Costs:
         """Returns the costs of a partition's graphs, or of a schedule.
 
-        Args:
-            what: partition or schedule to run.
-            fold: folded blocks and their copies; None: nothing is folded.
-
         Warns:
             UserWarning: ops that no table has, by name.
         """
@@ -291,12 +287,7 @@ class Ledger:
 
 
 def with_constants(profile: Profile, values: Mapping[sympy.Symbol, sympy.Integer]) -> Profile:
-    """Returns a profile with values put in for some symbols.
-
-    Args:
-        profile: expressions of these symbols and others.
-        values: value of each symbol.
-    """
+    """Returns a profile with values put in for some symbols."""
 
     def settle(size: sympy.Expr) -> sympy.Expr:
         return sympy.expand(size.xreplace(values))
@@ -319,14 +310,7 @@ def _depends_on_ranks(work: Work) -> bool:
 
 
 def work_of(node: fx.Node, facts: Facts, sp: GroupSize, *, forward: bool) -> Work | None:
-    """Returns the cost of one node as a call of its own, None for one without a cost (a view).
-
-    Args:
-        node: a node of a forward, backward or joint graph.
-        facts: reader of its values.
-        sp: ranks of the group of every collective, or group name -> ranks.
-        forward: whether it counts as forward.
-    """
+    """Returns the cost of one node as a call of its own, None for one without a cost (a view)."""
     cost = cost_of(node, facts, sp) if node.op == "call_function" else None
     if cost is None:
         return None

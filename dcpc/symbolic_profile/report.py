@@ -59,11 +59,7 @@ def as_text(*items: RenderableType, width: int = 120) -> str:
 
 
 def render_report(rows: Sequence[ReportRow]) -> str:
-    """Returns the table of the report: a line for each row, and below it the reasons by number.
-
-    Args:
-        rows: one for each bucket, in the order to show.
-    """
+    """Returns the table of the report: a line for each row, and below it the reasons by number."""
     longest = max((len(str(row.plan.bucket)) for row in rows), default=0)
     width = 120 + max(0, longest - SHORT)
     reasons = list(dict.fromkeys(part for row in rows for part in row.reasons))
@@ -94,11 +90,7 @@ def cells_of(row: ReportRow) -> tuple[str, ...]:
 
 
 def variant_formulas(rows: Sequence[ReportRow]) -> list[tuple[str, list[str]]]:
-    """Returns title and formulas of each distinct profile, a line a formula.
-
-    Args:
-        rows: one for each bucket.
-    """
+    """Returns title and formulas of each distinct profile, a line a formula."""
     seen: dict[Profile, list[ReportRow]] = {}
     for row in rows:
         seen.setdefault(row.profile, []).append(row)

@@ -99,12 +99,7 @@ def check_names(model: nn.Module, names: Collection[str], loss: Loss | None) -> 
 
 
 def by_position(model: nn.Module, names: Collection[str]) -> list[str]:
-    """Returns the inputs in positional order: forward's positional arguments, then the others.
-
-    Args:
-        model: user's module.
-        names: names of the buckets' inputs, in the order of the buckets.
-    """
+    """Returns the inputs in positional order: forward's positional arguments, then the others."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     own = [p.name for p in _parameters(model.forward) or [] if p.kind in kinds]
     first = [n for n in own if n in names]
@@ -155,13 +150,7 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
 def _taken(
     function: Callable[..., Any], inputs: Mapping[str, Any], given: int = 0
 ) -> dict[str, Any]:
-    """Returns the inputs that a function takes by name.
-
-    Args:
-        function: callable whose signature is read.
-        inputs: values by name.
-        given: number of leading parameters that are passed by position.
-    """
+    """Returns the inputs that a function takes by name."""
     takes = _parameters(function)
     if takes is None or any(p.kind is p.VAR_KEYWORD for p in takes):
         return dict(inputs)
@@ -254,11 +243,7 @@ def find_loss(output: Any, who: str = "the model's forward") -> Tensor:
 
 
 def loss_choice(output: Any) -> str:
-    """Returns a warning if a sequence has several floating scalars, as the first is taken; else "".
-
-    Args:
-        output: output in which `find_loss` finds a loss.
-    """
+    """Returns a warning if a sequence has several floating scalars (the first is taken), or ""."""
     if not isinstance(output, (tuple, list)) or isinstance(output, AllOutputs):
         return ""
     if hasattr(output, "loss"):

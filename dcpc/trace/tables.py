@@ -29,10 +29,6 @@ def refuse_short_tables(program: Program, buckets: Buckets) -> None:
 
     Without this check torch raises an index error in the first step of that bucket.
 
-    Args:
-        program: traced model.
-        buckets: buckets that the model was traced for.
-
     Raises:
         TraceError: a table is shorter than a bucket needs.
     """

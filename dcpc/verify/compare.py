@@ -128,14 +128,7 @@ class Given:
         integers: Sequence[Mapping[str, int]],
         dims: Mapping[sympy.Symbol, int],
     ) -> LossAndGradients:
-        """Returns loss and gradients of all ranks' forward and backward graphs, sums included.
-
-        Args:
-            lowering: lowering that the partition belongs to.
-            parts: the graphs of any rank.
-            integers: integers that the graphs of each rank take besides tensors.
-            dims: length of every dim.
-        """
+        """Returns loss and gradients of all ranks' forward and backward graphs, sums included."""
         trained = lowering.joint.trainable
         ranks, found = self.of_ranks([parts] * len(integers), integers, trained)
         returned = [rank.outputs for rank in ranks]
@@ -151,11 +144,6 @@ class Given:
         """Returns each rank's results in a group, and the sums of their gradients by name.
 
         All ranks run in this process.
-
-        Args:
-            parts: forward and backward graphs of each rank.
-            integers: integers that its graphs take.
-            trained: placeholders of the gradients that the graphs return.
         """
         tensors = {n: t.detach() for n, t in self.tensors.items()}
         ranks = run_in_step(parts, integers, tensors, self.calls, gradient_of)
@@ -171,11 +159,7 @@ class Given:
     def of_variants(
         self, ranks: Sequence[tuple[Variant, Sequence[int]]]
     ) -> tuple[Sequence[Result], Gradients]:
-        """Returns the same of the graphs of variants, as `of_ranks`.
-
-        Args:
-            ranks: variant of each rank, and the integers that it takes.
-        """
+        """Returns the same of the graphs of variants, as `of_ranks`."""
         first = ranks[0][0]
         integers = [
             {i.name: value for i, value in zip(variant.integers, values, strict=True)}
@@ -195,13 +179,7 @@ Make = Callable[[Given], LossAndGradients]
 
 
 def called(given: Given, variant: Variant, integers: tuple[int, ...]) -> LossAndGradients:
-    """Returns the loss of one rank's variant, and the gradients that its backward leaves.
-
-    Args:
-        given: tensors in the model's own dtypes.
-        variant: variant that draws no random numbers.
-        integers: integers of the call.
-    """
+    """Returns the loss of one rank's variant, and the gradients that its backward leaves."""
     wanted = {n: p for n, p in given.leaves.items() if p.requires_grad}
     with torch.enable_grad(), casting(given.device.type, None):
         tensors = [given.tensors[n] for n in variant.placeholders]

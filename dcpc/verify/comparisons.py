@@ -163,14 +163,7 @@ class Comparisons:
             self.lines.append(f"{name}: {', '.join(done)}")
 
     def composed(self, traced: Traced, make: Make, name: str, alike: bool) -> None:
-        """Compares the parts of a program, run in turn, with the model, in its own dtypes.
-
-        Args:
-            traced: the trace.
-            make: function that runs all parts; their random numbers are known ones.
-            name: name in the report.
-            alike: whether all random numbers of a tensor are equal.
-        """
+        """Compares the parts of a program, run in turn, with the model, in its own dtypes."""
 
         def drawn(given: Given) -> LossAndGradients:
             with KnownParts(given.alike):
@@ -193,12 +186,7 @@ class Comparisons:
         self._note(name, traced, [])
 
     def rewritten(self, traced: Traced, call: RewrittenCall) -> None:
-        """Compares a call of a program that was made of a trace, in the model's own dtypes.
-
-        Args:
-            traced: the trace.
-            call: first call of the program.
-        """
+        """Compares a call of a program that was made of a trace, in the model's own dtypes."""
         run, alike = known_run(call), isinstance(call.runs[0], LoweredPair)
         if run is None or not self.references.fits():
             self.lines.append(f"{call.name}: NOT compared with the model")
@@ -231,15 +219,7 @@ class Comparisons:
         parts: Partition,
         own: Sequence[Point] = (),
     ) -> None:
-        """Compares forward and backward of all ranks of a group, with two samples and with one.
-
-        Args:
-            traced: the trace.
-            placement: placement of the graphs.
-            lowering: lowering that they are parts of.
-            parts: graphs.
-            own: points besides those of the trace.
-        """
+        """Compares forward and backward of all ranks of a group, with two samples and with one."""
         if id(parts) in self._done:
             return
         self._done.add(id(parts))
@@ -334,11 +314,6 @@ class Comparisons:
 
         A graph that cannot run in float64, or differs a little there as its constants were rounded,
         is compared in the model's own dtypes.
-
-        Args:
-            program: program of the trace.
-            make: function that computes loss and gradients.
-            reference: outcome of the plain model.
 
         Raises:
             VerifyError: it cannot be run where the plain model can.

@@ -40,8 +40,7 @@ def known_normal(size: Sequence[int], alike: bool, dtype: torch.dtype, device: A
 def known_draws(alike: bool) -> dict[Any, Callable[..., Tensor]]:
     """Returns, for each random op of dcpc's, a function that draws known numbers in its place.
 
-    Args:
-        alike: whether all random numbers of a tensor are equal.
+    With `alike` all numbers of a tensor are equal.
     """
 
     def uniform(size: Sequence[int], seed: int, salt: int, index: int, *rest: Any) -> Tensor:

@@ -184,12 +184,6 @@ def own_error(
 
     The limit is `OWN_TIMES` the plain model's error in this dtype against float64, of the same
     gradient or, if that is more, of all of them (root mean square).
-
-    Args:
-        found: outcome to judge, in this dtype.
-        plain: outcome of the plain model, in this dtype.
-        exact: outcome of the plain model in float64.
-        dtype: the floating dtype that rounds most.
     """
     off, lost = (
         relative_errors(x.gradients, exact.gradients, FINELY, none_is_zero=True)

@@ -106,11 +106,7 @@ def _length(user: fx.Node, index: fx.Node, program: Program) -> int | None:
 
 
 def counts(inputs: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns the weight of a micro-batch by each `weight=` that can be named, by its text.
-
-    Args:
-        inputs: input name -> tensor of the micro-batch.
-    """
+    """Returns the weight of a micro-batch by each `weight=` that can be named, by its text."""
     found = {}
     for name, x in inputs.items():
         if x.ndim > 1 and not x.is_floating_point() and x.dtype != torch.bool:
@@ -123,15 +119,7 @@ def counts(inputs: Mapping[str, Tensor]) -> dict[str, float]:
 def draw(
     program: Program, buckets: Buckets, sizes: Mapping[str, int], kind: str, device: torch.device
 ) -> dict[str, Tensor]:
-    """Returns inputs of one shape, the same on every rank.
-
-    Args:
-        program: the traced model.
-        buckets: specs of the inputs.
-        sizes: length of every dim, batch included.
-        kind: one of `KINDS`.
-        device: device of the result.
-    """
+    """Returns inputs of one shape, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     nodes = {n.name: n for n in program.gm.graph.nodes}
     ranges = {n: _range(nodes[p], program) for p, n in program.inputs.items() if p in nodes}

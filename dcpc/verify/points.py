@@ -48,10 +48,6 @@ def points(buckets: Buckets, program: Program) -> list[Point]:
 
     Near the smallest bucket with other lengths than in the trace; that bucket itself with one
     sample; lengths far below; every other bucket, small ones first.
-
-    Args:
-        buckets: buckets that share the trace.
-        program: the trace.
     """
     hints = program.hints
     smallest, *others = sorted(buckets, key=lambda b: math.prod(n for _, n in b.shape_key))
@@ -112,13 +108,7 @@ class Budget:
 
     @contextmanager
     def within(self, budget_s: float, spare_s: float, room_bytes: int) -> Iterator[None]:
-        """Sets the end of the time for comparisons, and adds up the seconds they take.
-
-        Args:
-            budget_s: seconds for comparisons.
-            spare_s: seconds in which extra points may be begun.
-            room_bytes: memory for copies of parameters and for gradients.
-        """
+        """Sets the end of the time for comparisons, and adds up the seconds they take."""
         self._start_s = time.perf_counter()
         self._until_s = math.inf if self._unbounded else self._start_s + budget_s
         self.spare(spare_s)

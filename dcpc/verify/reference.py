@@ -201,10 +201,6 @@ def rounding_of(run: Callable[[Nudged | None], LossAndGradients], dtype: torch.d
     decision that flips (the larger of two equal numbers) is told from rounding, as its effect does
     not shrink with the share. Such a number is left out.
 
-    Args:
-        run: function that computes loss and gradients with results moved so.
-        dtype: dtype that rounds.
-
     Returns:
         "loss" and the name of each gradient -> its largest move.
     """
@@ -241,13 +237,7 @@ def _copied(x: Tensor) -> Tensor:
 def leaves_of(
     inputs: Mapping[str, Tensor], wide: bool, wanted: Collection[str]
 ) -> dict[str, Tensor]:
-    """Returns the inputs, those whose gradients are compared as leaves of their own.
-
-    Args:
-        inputs: input name -> tensor; not changed.
-        wide: whether in float64.
-        wanted: names of the parameters, and `input_name` of inputs, whose gradients are compared.
-    """
+    """Returns the inputs, those whose gradients are compared as leaves of their own."""
     learning = {n for n in inputs if input_name(n) in wanted}
     given = {n: widened(t, wide) for n, t in inputs.items()}
     return {n: t.detach().requires_grad_() if n in learning else t for n, t in given.items()}

@@ -101,13 +101,7 @@ class References:
         return next(i for i, (_, v) in enumerate(self.groups) if v is traced)
 
     def of(self, traced: Traced, alike: bool, more: Sequence[Point] = ()) -> Iterator[Reference]:
-        """Yields the plain model's outcomes at the points of a trace, as long as there is time.
-
-        Args:
-            traced: the trace.
-            alike: whether all random numbers of a tensor are equal.
-            more: further points.
-        """
+        """Yields the plain model's outcomes at the points of a trace, as long as there is time."""
         seen, number = False, self.number(traced)
         for point in (*self.points[number], *more):
             key, begin_s = (number, point, alike), time.perf_counter()
@@ -173,24 +167,13 @@ class References:
         return all(gaps[n] <= times * own.get(n, 0.0) for n in over)
 
     def of_inputs(self, sizes: Mapping[str, int], inputs: Inputs, alike: bool) -> Reference:
-        """Returns the plain model's outcome for inputs of the user's, in its own dtypes.
-
-        Args:
-            sizes: length of every dim.
-            inputs: input name -> tensor.
-            alike: whether all random numbers of a tensor are equal.
-        """
+        """Returns the plain model's outcome for inputs of the user's, in its own dtypes."""
         return Reference(Point(sizes), inputs, self._plain(inputs, False, alike), False, alike)
 
     def padded(
         self, traced: Traced, names: Sequence[str], pad: Mapping[str, int | float]
     ) -> Asked | str:
         """Returns the plain model's loss at small lengths, and where these are padded to twice.
-
-        Args:
-            traced: the trace of the inputs.
-            names: dims that get longer.
-            pad: input name -> value that fills it up at its end.
 
         Returns:
             The lengths and both losses; or why the model computes none.
@@ -208,10 +191,6 @@ class References:
         """Returns the plain model's losses of a few samples together, and of each half of them.
 
         The last sample is padded in the inputs that `pad` has.
-
-        Args:
-            traced: the trace of the inputs.
-            pad: input name -> value that fills it up at its end.
 
         Returns:
             The lengths, the three losses and their inputs; or why the model computes none.
@@ -238,10 +217,6 @@ class References:
 
     def packed(self, traced: Traced, cases: Callable[[Inputs], list[Inputs]]) -> Asked | str:
         """Returns the plain model's losses of two rows of several sequences, and of each sequence.
-
-        Args:
-            traced: the trace of the inputs.
-            cases: drawn rows -> the packed rows, then each sequence of them that counts.
 
         Returns:
             The lengths, the losses and their inputs; or why the model computes none.

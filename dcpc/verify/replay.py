@@ -18,12 +18,7 @@ Make = Callable[[Any, Any, Any], Any]
 
 
 def calls(*, wide: bool, alike: bool) -> Make:
-    """Returns a function that runs a call of a graph for the comparison with the plain model.
-
-    Args:
-        wide: whether every lower floating dtype that a call names is float64.
-        alike: whether all random numbers of a tensor are equal.
-    """
+    """Returns a function that runs a call of a graph for the comparison with the plain model."""
     run: dict[Any, Any] = {**RUN, **known_draws(alike)}
 
     def made(target: Any, args: Any, kwargs: Any) -> Any:

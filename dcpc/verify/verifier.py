@@ -81,9 +81,6 @@ class Verifier:
     def start(self, compile_s: float) -> None:
         """Compares the traces, and the graphs of the chosen plans as far as there is time.
 
-        Args:
-            compile_s: seconds of tracing and planning.
-
         Raises:
             VerifyError: one of them differs from the model.
         """
@@ -107,11 +104,7 @@ class Verifier:
                     self._variant(runnable, self.planned.placement(bucket), plan.menu_step)
 
     def problem(self, compile_s: float) -> VerifyError | None:
-        """Returns the error of `start`; not raised, as ranks have to tell each other first.
-
-        Args:
-            compile_s: seconds of tracing and planning.
-        """
+        """Returns the error of `start`; not raised, as ranks have to tell each other first."""
         try:
             self.start(compile_s)
         except VerifyError as error:
@@ -121,14 +114,7 @@ class Verifier:
     def composed_problem(
         self, traced: Traced, make: Make, name: str, *, alike: bool = False
     ) -> VerifyError | None:
-        """Returns how a model's parts, run in turn, differ from it; None: they do not.
-
-        Args:
-            traced: the trace that was cut into parts.
-            make: function that runs all parts, in the model's own dtypes.
-            name: name in the report.
-            alike: whether all random numbers of a tensor are equal: where ranks draw pieces of it.
-        """
+        """Returns how a model's parts, run in turn, differ from it; None: they do not."""
         if self.mode == "off":
             return None
         try:
@@ -149,11 +135,6 @@ class Verifier:
         """Returns an error if filling up inputs changes the model's loss.
 
         Looked up once for the same values, at small lengths, with the plain model.
-
-        Args:
-            traced: the trace of the inputs.
-            names: dims that get longer.
-            pad: input name -> value that fills it up at its end.
         """
         key = (self.references.number(traced), names, tuple(sorted(pad.items())))
         if self.mode == "off" or key in self._padded:
@@ -237,10 +218,6 @@ class Verifier:
 
         Looked up with the plain model, on a few drawn sequences. Where it cannot be asked nothing
         is said.
-
-        Args:
-            cases: drawn rows -> the packed rows, then each of their sequences alone.
-            weigh: function from the inputs of one sequence to its weight.
         """
         _, traced = max(self.references.groups, key=lambda group: _longest(group[0]))
         if self.mode == "off" or not self.references.fits():
@@ -304,13 +281,6 @@ class Verifier:
     ) -> None:
         """Compares graphs that are about to run for the first time.
 
-        Args:
-            traced: the trace.
-            placement: placement of the graphs.
-            lowering: lowering that they are parts of.
-            parts: graphs.
-            sizes: dim -> size of the first run, the only one they may be for.
-
         Raises:
             VerifyError: they differ from the model.
         """
@@ -324,10 +294,6 @@ class Verifier:
 
         The layers between the graphs and a user are the same for all variants. In half precision
         Inductor's kernels are compared here, too: they run in that precision alone.
-
-        Args:
-            traced: the trace.
-            variant: variant that is about to run for the first time.
 
         Raises:
             VerifyError: it differs from the model.
@@ -345,10 +311,6 @@ class Verifier:
 
     def rewritten(self, traced: Traced, call: RewrittenCall) -> None:
         """Compares a call of a program that was made of a trace, such as one without padding.
-
-        Args:
-            traced: the trace.
-            call: call with inputs of the user.
 
         Raises:
             VerifyError: it differs from the model.

@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
 import sympy
-import torch
 
 from dcpc.errors import ProfileError
-from dcpc.symbolic_profile import calibrate_cpu, detect, evaluator, find, profile_partition
+from dcpc.symbolic_profile import detect, evaluator, find, profile_partition
 from dcpc.symbolic_profile.polynomials import Basis, QueryBlock, undominated
 from tests.cases.joint_graphs import BATCH, GPT, SEQ, capture, case
 
@@ -83,6 +82,5 @@ def test_unknown_device_names_the_known_ones():
         find("tpu")
 
 
-def test_cpu_is_detected_and_calibrated():
-    assert calibrate_cpu().matmul_flops_per_s(torch.float32) > 1e9
+def test_cpu_is_detected():
     assert detect().memory_bytes > 1e9

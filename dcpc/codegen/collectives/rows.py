@@ -138,12 +138,6 @@ def sum_rows(
     """Returns this rank's rows of the sum of all ranks' gradients, and a token.
 
     The sums are added in rank order.
-
-    Args:
-        gradients: gradients of whole parameters.
-        ranks: number of ranks in the group.
-        group: name of the group.
-        token: token of the previous call.
     """
     pg = group_named(group)
     found = [x.new_empty(rows_shape(x.shape, ranks)) for x in gradients]

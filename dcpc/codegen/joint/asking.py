@@ -55,12 +55,7 @@ class AskingEnv(ShapeEnv):
         return answer
 
     def integer(self, name: str, hint: int) -> torch.SymInt:
-        """Returns a new symbolic size.
-
-        Args:
-            name: name in torch's messages; a number is appended.
-            hint: value in the trace.
-        """
+        """Returns a new symbolic size."""
         name = f"{name}_{len(self._hints)}"  # programs have names in common
         source = torch._dynamo.source.ConstantSource(name)
         symbol = self.create_symbol(
@@ -112,13 +107,7 @@ def again(like: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def again_of(layout: Layout, number: Callable[[Any], Any], mode: FakeTensorMode) -> Tensor:
-    """Returns a fake tensor of a given layout.
-
-    Args:
-        layout: layout of the tensor, see `layout_of`.
-        number: function from an expression to the trace's symbolic size.
-        mode: fake mode of the tensor.
-    """
+    """Returns a fake tensor of a given layout."""
     *sizes, size_bytes = map(number, layout[3:])
     return _made(layout, sizes, size_bytes, mode)
 

@@ -57,11 +57,7 @@ class UnitNodes:
 
 
 def gather_key(unit: Sequence[str]) -> tuple[str, str, int]:
-    """Returns the key of a unit's gather, equal in every trace, as in `LoweredPair.keys`.
-
-    Args:
-        unit: placeholder names of the unit's parameters.
-    """
+    """Returns the key of a unit's gather, equal in every trace, as in `LoweredPair.keys`."""
     return unit[0], str(torch.ops.dcpc.gather_rows.default), 0
 
 

@@ -82,11 +82,7 @@ class Joint:
     gathers: tuple[UnitNodes, ...] = ()
 
     def gathered(self, units: GatherUnits) -> Joint:
-        """Returns the graph with gathers of parameters, and uses up this one.
-
-        Args:
-            units: units of the program.
-        """
+        """Returns the graph with gathers of parameters, and uses up this one."""
         made = Gathering(self.gm, units, self.fake_mode)
         gathers = made.run(self.forward, self.trainable)
         nodes = (n.name for u in gathers for n in (u.gather, *u.whole))
@@ -221,12 +217,7 @@ class Tracer:
             )
 
     def tangent(self, number: int, output: Tensor) -> Tensor:
-        """Returns the fake gradient of an output, contiguous.
-
-        Args:
-            number: index of the output among those at which backward begins.
-            output: fake tensor of the output.
-        """
+        """Returns the fake gradient of an output, contiguous."""
         name = f"gradient {number}"
         if name not in self._fakes:
             with self.mode:
@@ -336,13 +327,7 @@ class _Assembly:
         return GROUP if leaf == self.lowered.group and isinstance(leaf, str) else leaf
 
     def _put(self, owner: str, ops: tuple[Op, ...], at: dict[Ref, fx.Node]) -> None:
-        """Adds the ops of a piece to the graph.
-
-        Args:
-            owner: name of the program's node that they are made for.
-            ops: ops of the piece.
-            at: nodes of the piece's tensors; those of new tensors are added.
-        """
+        """Adds the ops of a piece to the graph."""
         memory = {ref: node.meta["storage"][0] for ref, node in at.items()}
         for op in ops:
             args, kwargs = fx.node.map_aggregate(
@@ -383,12 +368,7 @@ class _Assembly:
     # ---------------------------------------------------------------------------------- backward
 
     def _tangents(self, last: fx.Node, begins: list[fx.Node]) -> list[fx.Node]:
-        """Adds the placeholders of the gradients with which backward begins.
-
-        Args:
-            last: last of the other placeholders.
-            begins: outputs of forward at which backward begins.
-        """
+        """Adds the placeholders of the gradients with which backward begins."""
         made: list[fx.Node] = []
         for number, output in enumerate(begins):
             with self.graph.inserting_after(made[-1] if made else last):

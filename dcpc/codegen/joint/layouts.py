@@ -103,11 +103,6 @@ def as_laid(func: Any, args: Sequence[Any], value: Any) -> Any:
 
     It has the strides of the CPU's kernel and, if the call is captured for a GPU, also the dtypes
     of the GPU's kernel.
-
-    Args:
-        func: op that was called.
-        args: arguments, with fake tensors.
-        value: result of the fake kernel.
     """
     # Meta tensors stand for the CPU's; a GPU's kernels are not looked at.
     if func is aten.native_layer_norm.default and is_asked():

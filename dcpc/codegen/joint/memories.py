@@ -82,13 +82,7 @@ class Memories:
         return own
 
     def result(self, tensor: Tensor, view: View, part: int) -> tuple[Ref, Ref]:
-        """Gives a call's result a new Ref; returns it and the first Ref in its storage.
-
-        Args:
-            tensor: result of the call.
-            view: record of the call.
-            part: see `TensorMemory`.
-        """
+        """Gives a call's result a new Ref; returns it and the first Ref in its storage."""
         return self._enter(tensor, self._memory_of(tensor, view), part)
 
     def _enter(self, tensor: Tensor, memory: TensorMemory | None, part: int) -> tuple[Ref, Ref]:

@@ -65,12 +65,7 @@ def divided(
 
 
 def divide(backward: fx.GraphModule, first: Collection[int]) -> DividedBackward | None:
-    """Returns a backward graph in two parts, or None if one of them would be empty.
-
-    Args:
-        backward: backward graph of a partition with whole parameters.
-        first: indices of the gradients to produce in the first part, as for `divided`.
-    """
+    """Returns a backward graph in two parts, or None if one of them would be empty."""
     nodes = [*backward.graph.nodes]
     given, calls = ([n for n in nodes if n.op == op] for op in ("placeholder", "call_function"))
     outputs: Any = backward.graph.output_node().args[0]

@@ -43,7 +43,12 @@ def local_convolution(on: LocalGraph, node: fx.Node, operands: list[fx.Node]) ->
         operands[0] = _halo(on, operands[0], (label.dim, read, kept), window)
     copied = on.copy(node, operands)
     padding[d] = 0
-    _set_argument(copied, "padding", padding)
+    names = [a.name for a in copied.target._schema.arguments]  # type: ignore[union-attr]
+    at = names.index("padding")
+    if at < len(copied.args):
+        copied.args = (*copied.args[:at], padding, *copied.args[at + 1 :])
+    else:
+        copied.kwargs = {**copied.kwargs, "padding": padding}
     return copied
 
 
@@ -137,12 +142,3 @@ def _numbers(node: fx.Node, name: str, count: int) -> list[int]:
         value = 0 if name == "padding" else 1
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     return [int(v) for v in values] * (count if len(values) == 1 else 1)
-
-
-def _set_argument(call: fx.Node, name: str, value: Any) -> None:
-    names = [a.name for a in call.target._schema.arguments]  # type: ignore[union-attr]
-    at = names.index(name)
-    if at < len(call.args):
-        call.args = (*call.args[:at], value, *call.args[at + 1 :])
-    else:
-        call.kwargs = {**call.kwargs, name: value}

@@ -30,13 +30,7 @@ COUNTS_TO = {torch.bfloat16: 256, torch.float16: 2048, torch.uint8: 255, torch.i
 
 
 def wrong_masks(program: Program, applied: Program, plan: MaskPlan) -> dict[str, str]:
-    """Returns the attentions whose mask differs from the recognised one, with the first difference.
-
-    Args:
-        program: program with the masks' tensors.
-        applied: program without the masks' tensors, from `apply_masks`.
-        plan: recognised masks.
-    """
+    """Returns attentions whose mask differs from the recognised one, with the first difference."""
     values: dict[tuple[int, ...], Values] = {}
     found: dict[tuple[Any, ...], str] = {}
     wrong: dict[str, str] = {}

@@ -60,13 +60,7 @@ class OutputPlace:
 
 
 def returned_label(program: Program, placement: Placement, name: str) -> Label:
-    """Returns the label under which ranks return an output.
-
-    Args:
-        program: traced model.
-        placement: placement of the program.
-        name: name of the output.
-    """
+    """Returns the label under which ranks return an output."""
     if name in program.whole_outputs:
         return REPLICATED
     made = placement.nodes[name].output
@@ -76,15 +70,7 @@ def returned_label(program: Program, placement: Placement, name: str) -> Label:
 def output_place(
     program: Program, placement: Placement, name: str, dims: Mapping[sympy.Symbol, int], rank: int
 ) -> OutputPlace | None:
-    """Returns the position of a rank's piece in an output; None: the rank has all of it.
-
-    Args:
-        program: traced model.
-        placement: placement of the program.
-        name: name of the output.
-        dims: length of every dim.
-        rank: index of the rank in its group.
-    """
+    """Returns the position of a rank's piece in an output; None: the rank has all of it."""
     label = returned_label(program, placement, name)
     if not label.sharded:
         return None
@@ -105,14 +91,7 @@ def joined_outputs(
     ranks: Sequence[Sequence[Tensor]],
     dims: Mapping[sympy.Symbol, int],
 ) -> tuple[Tensor, ...]:
-    """Returns the whole outputs, from the pieces that each rank of a group returned.
-
-    Args:
-        program: traced model.
-        placement: placement of the program.
-        ranks: outputs of each rank.
-        dims: length of every dim.
-    """
+    """Returns the whole outputs, from the pieces that each rank of a group returned."""
     found = []
     for number, name in enumerate(program.outputs):
         places = [output_place(program, placement, name, dims, r) for r in range(len(ranks))]

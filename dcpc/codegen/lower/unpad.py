@@ -45,12 +45,7 @@ def index_name(which: str, number: int = 0) -> str:
 
 
 def apply_unpad(program: Program, plan: UnpadPlan) -> Program:
-    """Returns a program that computes the plan's values for valid rows alone.
-
-    Args:
-        program: traced model; not changed.
-        plan: plan for this program, without a reason against it.
-    """
+    """Returns a program that computes the plan's values for valid rows alone."""
     assert not plan.reason, plan.reason
     return _Unpadding(program, plan).run()
 

@@ -61,9 +61,5 @@ def boxed_python(gm: fx.GraphModule) -> Boxed:
     graph.output(graph.graph_copy(gm.graph, {}))
     for node in graph.nodes:
         node.target = RUN.get(node.target, node.target)
-    graph.set_codegen(_boxed_codegen())
+    graph.set_codegen(fx.graph._BoxedCodeGen())
     return fx.GraphModule(gm, graph).forward
-
-
-def _boxed_codegen() -> Any:
-    return fx.graph._BoxedCodeGen()

@@ -55,12 +55,7 @@ class DividedRun:
     def run_first(
         self, call: VariantCall, gradients: list[Tensor | None]
     ) -> tuple[Gradients, list[Any]]:
-        """Returns the first gradients, and the arguments of the second part.
-
-        Args:
-            call: call of the variant.
-            gradients: gradient of each output at which backward begins.
-        """
+        """Returns the first gradients, and the arguments of the second part."""
         arguments = call.arguments(gradients)
         with call.without_casts():
             found = list(self.first(arguments))

@@ -12,10 +12,6 @@ from torch import fx
 def excerpt(gm: fx.GraphModule, keep: Collection[str]) -> fx.GraphModule:
     """Returns the calls of these names as a graph; `gm` is only read.
 
-    Args:
-        gm: forward or backward graph.
-        keep: names of calls; getitems of a call come with it.
-
     Returns:
         Placeholders: the integers of `gm`, then all other values that the calls read, by name;
         outputs: the values that no call here reads, or that a call elsewhere reads.

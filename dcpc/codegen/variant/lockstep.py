@@ -65,13 +65,7 @@ class Result:
 def integers_of(
     lowered: Lowered, dims: Mapping[sympy.Symbol, int], seed: int = 0
 ) -> list[dict[str, int]]:
-    """Returns, for each rank of the group, placeholder name -> integer.
-
-    Args:
-        lowered: graph that takes the integers.
-        dims: length of every named dim, batch included.
-        seed: seed of the random numbers, if the model draws some.
-    """
+    """Returns, for each rank of the group, placeholder name -> integer."""
     return [
         {
             i.name: seed if i.role == "seed" else i.value(dims, lowered.sp, rank)

@@ -12,13 +12,7 @@ from dcpc.ir import BucketPlan, Partition, Placement
 
 
 def variant_source(parts: Partition, plan: BucketPlan, placement: Placement) -> str:
-    """Returns the forward and backward of a partition as two Python functions.
-
-    Args:
-        parts: graphs of the partition.
-        plan: plan of the bucket; its text heads the file.
-        placement: placement of the program; its labels are counted in the header.
-    """
+    """Returns the forward and backward of a partition as two Python functions."""
     labels = Counter(str(p.output).split("(")[0] for p in placement.nodes.values())
     lines = [
         f'"""bucket {plan.bucket}: sp {plan.sp}, micro-batch {plan.micro_batch}, '

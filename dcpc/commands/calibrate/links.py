@@ -30,12 +30,7 @@ ROUNDS_OF_WORK = 8  # that are timed to know how much it is
 
 
 def time_collectives(groups: Groups, budget_s: float) -> tuple[CollectiveFit, ...]:
-    """Returns alpha and seconds a byte of each collective and group size; every rank calls this.
-
-    Args:
-        groups: groups of this rank; one size after the other is timed.
-        budget_s: seconds for all of them.
-    """
+    """Returns alpha and seconds a byte of each collective and group size; every rank calls this."""
     found: list[CollectiveFit] = []
     degrees = groups.degrees[1:]
     if not degrees:

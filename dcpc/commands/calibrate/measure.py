@@ -151,11 +151,7 @@ class Bench:
         return float((longer + device.launch_s).sum())
 
     def slowness(self, sizes: Sizes) -> float:
-        """Returns how often a run takes its expected seconds, after one that warms up.
-
-        Args:
-            sizes: batch included.
-        """
+        """Returns how often a run takes its expected seconds, after one that warms up."""
         _, whole_s = [self._run(sizes) for _ in range(2)][-1]
         return max(sum(whole_s), SHORTEST_S) / self.expected_s(sizes)
 

@@ -62,11 +62,7 @@ def trial_point(
 
 
 def shorter_points(sizes: Sizes) -> list[dict[str, int]]:
-    """Returns a half and a quarter of a length, with as many elements; of several dims nothing.
-
-    Args:
-        sizes: batch included.
-    """
+    """Returns a half and a quarter of a length, with as many elements; of several dims nothing."""
     names = [name for name in sizes if name != BATCH]
     if len(names) != 1 or BATCH not in sizes:
         return []

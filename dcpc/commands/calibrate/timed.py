@@ -52,12 +52,7 @@ class Timed:
         self._shapes: dict[tuple[tuple[str, int], ...], list[_Shape]] = {}
 
     def arguments(self, dims: Mapping[str, int], given: Mapping[str, Tensor]) -> list[Any]:
-        """Returns a value for each placeholder: the given ones, the others drawn.
-
-        Args:
-            dims: symbol name -> size.
-            given: placeholder name -> tensor.
-        """
+        """Returns a value for each placeholder: the given ones, the others drawn."""
         key = tuple(sorted(dims.items()))
         if key not in self._shapes:
             sizes = {s: sympy.Integer(dims[s.name]) for s in self._facts.symbols}
@@ -84,13 +79,7 @@ class Timed:
         return between[::2]
 
     def seconds_alone(self, node: fx.Node, dims: Mapping[str, int], rounds: int) -> float:
-        """Returns the least seconds of one call on drawn operands, after one that warms up.
-
-        Args:
-            node: one of `calls`.
-            dims: symbol name -> size.
-            rounds: number of runs; the fastest counts.
-        """
+        """Returns the least seconds of one call on drawn operands, after one that warms up."""
         sizes = {s: sympy.Integer(dims[s.name]) for s in self._facts.symbols}
         values = {
             n: self._drawn(n.meta["val"], self._shape(n.meta["val"], sizes))

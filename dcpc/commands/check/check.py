@@ -48,10 +48,6 @@ class CheckRequest:
 def check_model(request: CheckRequest, timeout_s: float) -> tuple[str, bool]:
     """Returns the verdicts as text, and whether the model is accepted.
 
-    Args:
-        request: arguments of the command.
-        timeout_s: ranks of its own are ended after this.
-
     Raises:
         DcpcError: the file, the factory or a shape is wrong, or a rank failed or did not end.
     """

@@ -136,13 +136,7 @@ class SplitModel:
     def on_ranks(
         self, sizes: Sizes, inputs: Mapping[str, Tensor], recompute: str = "none"
     ) -> list[LossAndGradients]:
-        """Returns each rank's loss, all run in this process, with the group's gradients.
-
-        Args:
-            sizes: length of every dim, batch included.
-            inputs: input name -> whole tensor.
-            recompute: "none" or "all".
-        """
+        """Returns each rank's loss, all run in this process, with the group's gradients."""
         count = self._count(recompute)
         ranks = [self.runnable.variant(self.placement, count, sizes, r) for r in range(self.sp)]
         results, gradients = self.given(inputs).of_variants(ranks)

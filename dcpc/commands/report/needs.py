@@ -193,12 +193,7 @@ def option_text(size_bytes: int) -> str:
 
 
 def needs_text(planned: Planned, found: Needs) -> str:
-    """Returns a table of every bucket's needs, and lines with the options that fit.
-
-    Args:
-        planned: plan with `misfits`.
-        found: needs of the misfits.
-    """
+    """Returns a table of every bucket's needs, and lines with the options that fit."""
     asked = planned.request
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -243,12 +238,7 @@ def _segments(need: BucketNeed, remedy: Remedy) -> str:
 
 
 def remedy_lines(planned: Planned, found: Needs) -> list[str]:
-    """Returns a line for each option that fits, and one for all buckets that do not fit.
-
-    Args:
-        planned: plan with `misfits`.
-        found: needs of the misfits.
-    """
+    """Returns a line for each option that fits, and one for all buckets that do not fit."""
     each = found.buckets
     lines = [
         f"{n.bucket} fits with {r.option}: {choice_text(r.plan)}{_segments(n, r)}"

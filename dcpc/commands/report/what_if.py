@@ -79,11 +79,7 @@ def _plan(planned: Planned, bucket: Bucket, request: PlanRequest, like: Bucket |
 
 @contextmanager
 def as_traced(planned: Planned) -> Iterator[None]:
-    """Has traces within no autocast of their own: a program has its casts already.
-
-    Args:
-        planned: plan with the traces.
-    """
+    """Has traces within no autocast of their own: a program has its casts already."""
     if planned.autocast is None:
         yield
         return

@@ -51,11 +51,7 @@ Stages = Annotated[
 
 
 def offered(*values: str) -> Callable[[str], list[str]]:
-    """Returns a shell's completion of an option's values, by the text typed so far.
-
-    Args:
-        values: values that the option may have.
-    """
+    """Returns a shell's completion of an option's values, by the text typed so far."""
 
     def complete(incomplete: str) -> list[str]:
         return [value for value in values if value.startswith(incomplete)]
@@ -64,11 +60,7 @@ def offered(*values: str) -> Callable[[str], list[str]]:
 
 
 def read_as(name: str) -> Any:
-    """Returns how typer reads an option of `PlanOptions` that the command line has.
-
-    Args:
-        name: name of the option, such as "optimizer_bytes".
-    """
+    """Returns how typer reads an option of `PlanOptions` that the command line has."""
     option, read, _ = commanded()[name]
     return typer.Option(
         min=read.least,

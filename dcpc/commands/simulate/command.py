@@ -101,14 +101,7 @@ def default_degrees(world: int) -> tuple[int, ...]:
 def simulate_model(
     planned: Planned, device: Device, source: Lengths | Sequence[float], request: SimulationRequest
 ) -> str:
-    """Returns the table of all systems on a planned model; writes the requested files.
-
-    Args:
-        planned: the model, for at least these ranks.
-        device: device that it was planned for.
-        source: lengths, or the probability of each bucket.
-        request: ranks, steps, and files to write.
-    """
+    """Returns the table of all systems on a planned model; writes the requested files."""
     costs = of_planned(planned, request.world, device)
     epoch = _epoch([b.bucket for b in costs.buckets], source, request)
     outcomes, seconds, without = [], [], list[str]()
@@ -146,13 +139,7 @@ def _epoch(
 def simulate_stages(
     cut: CutModel, source: Lengths | Sequence[float], request: SimulationRequest
 ) -> str:
-    """Returns the cut and the steps of its pipelines; writes the first step's slowest pipeline.
-
-    Args:
-        cut: model in stages.
-        source: lengths, or the probability of each bucket.
-        request: ranks, steps, and files to write.
-    """
+    """Returns the cut and the steps of its pipelines; writes the first step's slowest pipeline."""
     epoch = _epoch(cut.planner.buckets, source, request)
     steps = [cut.planner.pipelines([b for _, b in batch]) for batch in tracked(
         epoch.batches, "simulate", lambda batch: f"{len(batch)} samples"

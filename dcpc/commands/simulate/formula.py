@@ -108,14 +108,7 @@ class LinearCost:
         return (self.recompute[setting].compute_factor * compute_s + comm_s) / degree
 
     def seconds_s(self, bucket: Bucket, row: PlanRow, sizes: Sizes, count: int) -> float:
-        """Returns the seconds of a micro-batch of sequences of one length by a row.
-
-        Args:
-            bucket: bucket of the row; unused.
-            row: row whose recompute is the number of the setting.
-            sizes: tokens of each sequence.
-            count: number of sequences.
-        """
+        """Returns the seconds of a micro-batch of sequences of one length by a row."""
         return self.fixed_s + count * self.load_s(sizes[TOKENS], row.sp, row.menu_step)
 
     def prices(self) -> PackedPrices:

@@ -97,15 +97,7 @@ def of_steps(
     tokens: Mapping[int, int],
     shown: int = 4,
 ) -> SimulatedOutcome:
-    """Returns the totals of a system's steps.
-
-    Args:
-        name: name of the system.
-        plans: steps of the system.
-        costs: rows that the steps were made from.
-        tokens: sample -> real tokens.
-        shown: number of steps whose timelines are kept.
-    """
+    """Returns the totals of a system's steps."""
     wire = {
         (b.bucket, r.sp, r.micro_batch, r.menu_step): r.wire_bytes
         for b in costs.buckets
@@ -137,14 +129,7 @@ def of_steps(
 def of_batches(
     name: str, plans: Iterable[tuple[StepPlan, Sequence[int]]], comm_bytes: float, shown: int = 4
 ) -> SimulatedOutcome:
-    """Returns the totals of a system's plans of global batches of lengths.
-
-    Args:
-        name: name of the system.
-        plans: plans, each with the batch's real lengths.
-        comm_bytes: bytes that a token sends in a group of more than one rank.
-        shown: number of steps whose timelines are kept.
-    """
+    """Returns the totals of a system's plans of global batches of lengths."""
     total, tokens, samples = _Sum([]), 0, 0
     for plan, lengths in plans:
         trained = [i for mb in plan.micro_batches for i in mb.sample_ids]

@@ -254,13 +254,7 @@ def _in_micro_steps(
 def in_rounds(
     lengths: Sequence[int], cost: LinearCost, steps: Sequence[Sequence[FormulaGroup]]
 ) -> StepPlan:
-    """Returns micro-steps, each of groups on disjoint ranks, after which all ranks wait.
-
-    Args:
-        lengths: tokens of each sequence.
-        cost: cost formula.
-        steps: groups of each micro-step, on at most all ranks.
-    """
+    """Returns micro-steps, each of groups on disjoint ranks, after which all ranks wait."""
     placed = (mb for step in steps for mb in _placed(lengths, cost, step))
     return step_plan(tuple(placed), cost.ranks, cost.ranks)
 

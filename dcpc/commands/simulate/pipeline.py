@@ -50,12 +50,7 @@ def bubbles(found: PipelineReplay) -> tuple[Bubble, ...]:
 
 
 def pipeline_timeline(work: PipelineWork, found: FoundSchedule) -> StepTimeline:
-    """Returns the step with a stage as a rank: its actions, and how each is recomputed.
-
-    Args:
-        work: work with the number of recompute settings.
-        found: schedule of the step.
-    """
+    """Returns the step with a stage as a rank: its actions, and how each is recomputed."""
     spans = []
     for stage, ran in enumerate(found.replay.ran):
         for r in ran:
@@ -70,13 +65,7 @@ def pipeline_timeline(work: PipelineWork, found: FoundSchedule) -> StepTimeline:
 
 
 def pipeline_trace(work: PipelineWork, found: FoundSchedule, name: str) -> dict[str, Any]:
-    """Returns the step as Chrome trace JSON for Perfetto: spans, bubbles, bytes held.
-
-    Args:
-        work: work with the number of recompute settings.
-        found: schedule of the step.
-        name: name of the process in the trace.
-    """
+    """Returns the step as Chrome trace JSON for Perfetto: spans, bubbles, bytes held."""
     trace = chrome_trace({f"{name}: {said(found)}": [pipeline_timeline(work, found)]})
     for stage, curve in enumerate(found.replay.held):
         trace["traceEvents"] += [
@@ -97,13 +86,7 @@ def said(found: FoundSchedule) -> str:
 
 
 def draw_pipeline(work: PipelineWork, found: FoundSchedule, file: Path) -> None:
-    """Writes a PNG: each stage's actions, and below them its memory in use beside the limit.
-
-    Args:
-        work: memory of the stages.
-        found: schedule of the step.
-        file: path of the PNG.
-    """
+    """Writes a PNG: each stage's actions, and below them its memory in use beside the limit."""
     stages = work.stages
     figure = blank(12, 1.2 + 1.1 * stages)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(stages, max(stages / 2, 1)))

@@ -24,12 +24,7 @@ def legend(axes: Any, title: str, colours: Mapping[str, str]) -> None:
 
 
 def draw(systems: Mapping[str, Sequence[StepTimeline]], file: Path) -> None:
-    """Writes a PNG; the colour says how many ranks share a span.
-
-    Args:
-        systems: name -> timelines of its first steps.
-        file: the PNG.
-    """
+    """Writes a PNG; the colour says how many ranks share a span."""
     figure = blank(12, 0.6 + 1.7 * len(systems))
     panels = figure.subplots(len(systems), 1, sharex=True, squeeze=False)[:, 0]
     longest_s = max((sum(line.end_s for line in steps) for steps in systems.values()), default=0)

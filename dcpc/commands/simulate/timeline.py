@@ -90,9 +90,6 @@ def chrome_trace(systems: Mapping[str, Sequence[StepTimeline]]) -> dict[str, Any
 
     A process is a system, a thread a rank, or a block of ranks where there are more than
     `MOST_THREADS`: a span is then drawn on the block of its first rank.
-
-    Args:
-        systems: name -> timelines of its steps.
     """
     events: list[dict[str, Any]] = []
     for pid, (name, steps) in enumerate(systems.items()):

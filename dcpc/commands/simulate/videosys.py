@@ -60,14 +60,7 @@ class Pool:
 def steps(
     costs: ModelCosts, samples: Sequence[tuple[int, Bucket]], mode: Mode, seed: int = 0
 ) -> Iterator[StepPlan]:
-    """Yields the optimizer steps of an epoch; samples that are in none were dropped.
-
-    Args:
-        costs: rows of each bucket, with its usual micro-batch.
-        samples: samples of the epoch, each with its bucket.
-        mode: "intra", "inter" or "pac".
-        seed: seed of the order and of the choice of groups.
-    """
+    """Yields the optimizer steps of an epoch; samples that are in none were dropped."""
     draw = random.Random(seed)
     pool = Pool.of(samples, draw)
     settings = {}

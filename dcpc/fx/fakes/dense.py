@@ -45,11 +45,6 @@ def dense_result(
     """Returns the fake result of a call on dense tensors, or None where torch must compute it.
 
     It must be called within the fake tensors' mode.
-
-    Args:
-        func: ATen op.
-        args: arguments: FakeTensors, sizes and constants.
-        kwargs: keyword arguments, likewise.
     """
     if func in VIEW_OPS:
         return None if kwargs else view_result(func, args)

@@ -22,12 +22,7 @@ _Viewed = tuple[_Sizes, _Sizes, Any]  # shape, strides, offset
 
 
 def view_result(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Tensor | None:
-    """Returns the view that a call makes, or None where torch must compute it.
-
-    Args:
-        func: op in `VIEW_OPS`.
-        args: all arguments by position; the first is a tensor.
-    """
+    """Returns the view that a call makes, or None where torch must compute it."""
     source = args[0]
     if not is_told(source) or source.dtype.is_complex:
         return None

@@ -26,11 +26,7 @@ Applied = Callable[[type, tuple[Any, ...]], None]
 
 @contextmanager
 def watching(applied: Applied) -> Iterator[bool]:
-    """Calls `applied` before an autograd function's forward; yields whether this torch allows it.
-
-    Args:
-        applied: function of the class and its forward's arguments, called while gradients are on.
-    """
+    """Calls `applied` before an autograd function's forward; yields whether torch allows it."""
     with ASKED.put(_telling(applied)) as done:
         yield done
 

@@ -42,11 +42,7 @@ CAN_FUSE = TorchName(
 
 
 def settings(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those settings of Inductor that this torch has, and warns of the others.
-
-    Args:
-        wanted: name of a setting -> value.
-    """
+    """Returns those settings of Inductor that this torch has, and warns of the others."""
     without = "Inductor may change the order of a graph, and peaks are higher than planned"
     names = {key: TorchName("torch._inductor.config", key, has_owner, without) for key in wanted}
     return {key: value for key, value in wanted.items() if names[key].usable()}

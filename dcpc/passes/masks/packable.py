@@ -35,12 +35,7 @@ _NUMBERS = (1, 2, 3, 5, 9, 17)
 
 
 def packable(program: Program, rules: Mapping[str, OpSharding]) -> Packable:
-    """Returns whether and how a model takes several sequences in one row.
-
-    Args:
-        program: the traced model, its masks recognised.
-        rules: node name -> sharding rule of the node.
-    """
+    """Returns whether and how a model takes several sequences in one row."""
     names = [name for name in program.symbols if name != BATCH]
     if len(names) != 1:
         return Packable((), {}, "its buckets have not one named dim besides the batch")

@@ -95,13 +95,7 @@ def _is_integer(program: Program, recipe: Expression) -> bool:
 
 
 def within(reader: MaskReader, segment: Expression, truth: Truth) -> Truth:
-    """Returns a truth with as little of the query in it as possible, where both have one segment.
-
-    Args:
-        reader: reader of the program's masks.
-        segment: segment expression, equal for query and key, read at the key.
-        truth: another member of the conjunction.
-    """
+    """Returns a truth with as little of the query in it as possible, where segments are equal."""
     if truth.kind in ("all", "any"):
         members = [within(reader, segment, member) for member in truth.members]
         return both(*members) if truth.kind == "all" else either(*members)
@@ -175,12 +169,7 @@ def _linear(recipe: Expression) -> tuple[dict[Expression, int], int] | None:
 
 
 def is_one(reader: MaskReader, segment: Expression) -> bool:
-    """Returns whether all positions are of one segment, as they are made by `arange`.
-
-    Args:
-        reader: reader of the program's masks.
-        segment: segment expression, read at the key.
-    """
+    """Returns whether all positions are of one segment, as they are made by `arange`."""
     counted = _counted(reader, segment)
     return isinstance(counted, Affine) and dict(counted.coefficients) == {"j": 1}
 

@@ -41,13 +41,7 @@ class PlacementChoice:
     rings: tuple[int, ...]
 
     def cost(self, prices: Prices, shares: Costs, sp: int) -> float:
-        """Returns the seconds at the sizes of these prices, or inf if it cannot be used.
-
-        Args:
-            prices: prices of the catalogue, made after this choice.
-            shares: shares of the catalogue at the same sizes.
-            sp: number of ranks in the group.
-        """
+        """Returns the seconds at the sizes of these prices, or inf if it cannot be used."""
         usable = bool((shares[self.splits] < 1.0).all()) and sp <= self.least
         if not usable or not all(is_ring(across, sp) for across in self.rings):
             return inf
@@ -56,13 +50,7 @@ class PlacementChoice:
 
 
 def choice_of(model: PlacementModel, fold: Fold | None, options: Sequence[int]) -> PlacementChoice:
-    """Returns a choice with its indices. Prices that cover its changes must be made afterwards.
-
-    Args:
-        model: placement model of the program.
-        fold: counts of the copies that each block stands for; None: no fold.
-        options: index of the chosen alternative of each variable.
-    """
+    """Returns a choice with its indices. Prices that cover its changes must be made afterwards."""
     nodes = model.nodes
     chosen = [model.kinds[k].options[o] for k, o in zip(nodes.kinds, options, strict=True)]
     counts = [1 if fold is None else fold.count(name) for name in nodes.names]

@@ -101,13 +101,7 @@ class LoweringCosts:
             yield _Costed(lowering_of(chosen), option, tuple(steps))
 
     def at(self, sizes: Sizes, sp: int, objective: Objective) -> dict[str, list[Way]]:
-        """Returns the ways of each group's first attention, cheapest first.
-
-        Args:
-            sizes: length of every named dim, batch included.
-            sp: number of ranks in the group.
-            objective: quantity to minimise.
-        """
+        """Returns the ways of each group's first attention, cheapest first."""
         catalogue = self._model.catalogue
         numbers = catalogue.numbers(self._program.dims(sizes))
         shares = catalogue.shares(numbers, sp)

@@ -45,12 +45,6 @@ def _code(label: Label) -> int:
     return FIRST_SHARDED + (label.dim << 8) + label.index if label.sharded else REPLICATED
 
 
-def _unplaced(operands: int) -> NodeKind:
-    """Returns the kind of a node whose result is no tensor: it takes its operands whole."""
-    option = Option((REPLICATED,) * operands, REPLICATED, NO_WORK, WHOLE, -1)
-    return NodeKind(0, (), False, False, False, (option,))
-
-
 def _placed(call: PricedCall, pieces: Sequence[tuple[int, int]], split: int) -> PricedCall:
     """Returns a call with these pieces of the node's tensors, and this share of its product."""
     share = split if call.sizes else WHOLE
@@ -129,7 +123,8 @@ class _Reader:
                 kind = self._kind(node, sources, values, node.name in cheap)
             else:
                 values.append(-1)
-                kind = _unplaced(len(sources))
+                option = Option((REPLICATED,) * len(sources), REPLICATED, NO_WORK, WHOLE, -1)
+                kind = NodeKind(0, (), False, False, False, (option,))
             self.nodes.kinds.append(self.kinds[kind])
 
     def _is_cheap(self, node: fx.Node, cheap: set[str]) -> bool:
@@ -271,11 +266,7 @@ class PlacementModel:
         return self.nodes.names
 
     def placed(self, options: tuple[int, ...]) -> Mapping[str, NodePlacement]:
-        """Returns the placement of each node, the same object for the same options.
-
-        Args:
-            options: index of the chosen alternative of each variable.
-        """
+        """Returns the placement of each node, the same object for the same options."""
         if options not in self._placed:
             nodes = self._placed[options] = {}
             for name, option in zip(self.names, options, strict=True):
@@ -284,12 +275,7 @@ class PlacementModel:
         return self._placed[options]
 
     def graph(self, shares: Costs, sp: int) -> StateGraph:
-        """Returns the network of the options that are usable at these shares.
-
-        Args:
-            shares: shares of the catalogue, at one bucket's sizes.
-            sp: number of ranks in the group.
-        """
+        """Returns the network of the options that are usable at these shares."""
         splits = tuple((shares < 1.0).tolist())
         fewest = tuple(n for n in self._fewest if n < 0 or n >= sp)
         rings = tuple(a for a in self._rings if is_ring(a, sp))

@@ -48,15 +48,7 @@ class NearTies:
     def instead(
         self, options: tuple[int, ...], best_s: float, prices: Prices, shares: Costs, sp: int
     ) -> tuple[tuple[int, ...], float]:
-        """Returns the choice to take, a known one or the best, and its cost in seconds.
-
-        Args:
-            options: the best choice.
-            best_s: cost of the best choice.
-            prices: prices of the catalogue at some sizes.
-            shares: shares of the catalogue at these sizes.
-            sp: number of ranks in the group.
-        """
+        """Returns the choice to take, a known one or the best, and its cost in seconds."""
         costs = [choice.cost(prices, shares, sp) for choice in self._known.values()]
         found = int(np.argmin(costs)) if costs else -1
         if found >= 0 and costs[found] <= best_s * (1 + self.tolerance):

@@ -172,13 +172,7 @@ def _handing_on_alike(best: Best, copies: AlikeCopies) -> Best:
 
 
 def placed(best: Best, model: PlacementModel, near: NearTies | None = None) -> Placement:
-    """Returns the placement of a bucket.
-
-    Args:
-        best: optimum of the bucket, from `solve`.
-        model: placement model given to `solve`.
-        near: see `place`.
-    """
+    """Returns the placement of a bucket."""
     options, cost_s = best.options, best.cost_s
     if near is not None and best.sp > 1:
         # Made now: those of the changes of all choices that are known.
@@ -202,10 +196,6 @@ def zigzag(nodes: Mapping[str, NodePlacement], sharding: Sharding) -> frozenset[
 
     These are the factors of causal queries: in plain order, the last rank would have nearly twice
     the mean work.
-
-    Args:
-        nodes: chosen alternatives.
-        sharding: factors and rules of the program.
     """
     found = set()
     for name, rule in sharding.rules.items():

@@ -169,14 +169,7 @@ class StateGraph:
 
 
 def change_between(kind: NodeKind, catalogue: Catalogue, have: int, want: int) -> int:
-    """Returns the catalogue index of one label change of a value.
-
-    Args:
-        kind: kind of the value's node.
-        catalogue: catalogue to which the change is added.
-        have: present label.
-        want: wanted label.
-    """
+    """Returns the catalogue index of one label change of a value."""
     sharded, wants_sharded = have >= FIRST_SHARDED, want >= FIRST_SHARDED
     if have == want or (kind.cheap and have == REPLICATED and wants_sharded):
         return FREE

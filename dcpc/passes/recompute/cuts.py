@@ -77,12 +77,7 @@ class Problem:
 
     @classmethod
     def of(cls, block: Sequence[ForwardCall], outside: set[str]) -> Problem:
-        """Returns the problem of a block.
-
-        Args:
-            block: calls of the block, in execution order.
-            outside: names of the values that other blocks read.
-        """
+        """Returns the problem of a block."""
         calls = [call for call in block if call.name not in outside]
         position = {call.name: i for i, call in enumerate(calls)}
         reads = [tuple(position[n] for n in c.reads if n in position) for c in calls]

@@ -297,12 +297,7 @@ class AlikeBlocks:
 
 
 def recompute_menu(calls: Sequence[ForwardCall], memory: ValueMemory) -> Menu:
-    """Returns the menu of recompute plans of a forward graph.
-
-    Args:
-        calls: calls that depend on parameters or activations, in execution order.
-        memory: storages of values, and the calls of backward.
-    """
+    """Returns the menu of recompute plans of a forward graph."""
     ranges = _repeated_ranges(calls)
     outside = _read_outside(calls, ranges)
     timelines = Timelines(calls, ranges, outside, memory)

@@ -128,12 +128,7 @@ class Timelines:
         return sum(self._memory.size_bytes[s] for s in found)
 
     def peak_bytes(self, block: int, again: frozenset[str]) -> float:
-        """Returns the largest number of bytes alive in a block's part, without others' saved ones.
-
-        Args:
-            block: index of the block.
-            again: names of the block's values that are not saved.
-        """
+        """Returns the most bytes alive in a block's part, without the saved ones of others."""
         order, alive = self._order(block, again)
         memory, stop = self._memory, self._parts[block][1]
         last = {s: i for i, (_, used) in enumerate(order) for s in used}

@@ -87,14 +87,7 @@ def restricted(program: Program, sharding: Sharding, lowering: str) -> Sharding:
 
 
 def why_not(program: Program, sharding: Sharding, node: fx.Node, sp: int) -> Mapping[str, str]:
-    """Returns, by lowering, why an attention cannot have it; possible ones are absent.
-
-    Args:
-        program: the traced model.
-        sharding: factors and alternatives of the program.
-        node: node of the attention.
-        sp: number of ranks in the group.
-    """
+    """Returns, by lowering, why an attention cannot have it; possible ones are absent."""
     found = lowerings_of(sharding, node, sp)
     info = [program.info[o.name] for o in tensor_operands(node, program.info)]
     (_, heads, queries, _), keys = info[0].shape, info[1].shape[2]

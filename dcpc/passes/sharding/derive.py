@@ -76,15 +76,7 @@ def derive(
     output: TensorInfo,
     scalars: Mapping[str, sympy.Expr],
 ) -> Derived | str:
-    """Returns the rule that an op's results on random pieces show, or why there is none.
-
-    Args:
-        call: call of the op; for a getitem the call that it reads.
-        result: index of the result.
-        operands: tensor operands of the call, in order.
-        output: tensor info of the result.
-        scalars: name of a node that is a size -> its expression.
-    """
+    """Returns the rule that an op's results on random pieces show, or why there is none."""
     try:
         trial = Trial(call, result, operands, output, scalars)
         return _Derivation(trial, trial.samples()).run()
@@ -108,14 +100,7 @@ class DerivedRules:
     def find(
         self, node: fx.Node, op: str, operands: Sequence[TensorInfo], output: TensorInfo
     ) -> Derived | str:
-        """Returns the rule of a node's call, or why there is none.
-
-        Args:
-            node: node of the call, or a getitem of its results.
-            op: name of the op.
-            operands: tensor operands of the call, in order.
-            output: tensor info of the node.
-        """
+        """Returns the rule of a node's call, or why there is none."""
         call = call_of(node)
         result = node.args[1] if call is not node else 0
         assert isinstance(result, int)

@@ -256,11 +256,7 @@ def _replicated(
 
 
 def warn_replicated(reasons: Mapping[str, list[str]]) -> None:
-    """Warns once for each op that is replicated, with the reason.
-
-    Args:
-        reasons: reason -> names of the nodes that it applies to.
-    """
+    """Warns once for each op that is replicated, with the reason."""
     for reason, nodes in reasons.items():
         warnings.warn(
             f"{len(nodes)} node{'s' if len(nodes) > 1 else ''} ({', '.join(nodes[:3])}"
@@ -271,11 +267,7 @@ def warn_replicated(reasons: Mapping[str, list[str]]) -> None:
 
 
 def warn_derived(derived: Mapping[str, Mapping[str, list[str]]]) -> None:
-    """Warns once for each op split by a derived, unproved rule, with the line to add.
-
-    Args:
-        derived: op -> line -> names of the nodes that use it.
-    """
+    """Warns once for each op split by a derived, unproved rule, with the line to add."""
     for op, lines in derived.items():
         nodes = [name for names in lines.values() for name in names]
         warnings.warn(

@@ -66,12 +66,7 @@ class Sharding:
 
 
 def analyse(program: Program, derive_rules: bool = True) -> Sharding:
-    """Returns the factors of every dim in the graph, and the alternatives of every node.
-
-    Args:
-        program: the traced model.
-        derive_rules: whether ops without a rule are run on small pieces to find one.
-    """
+    """Returns the factors of every dim in the graph, and the alternatives of every node."""
     derived = DerivedRules(program.scalars)
     table = FactorTable()
     dims: dict[str, list[list[int]]] = {}

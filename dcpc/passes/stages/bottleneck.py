@@ -24,11 +24,7 @@ def is_monotone(costs: CutCosts) -> bool:
 
 
 def least_bottleneck(costs: CutCosts) -> StageCut | None:
-    """Returns the cut of least bottleneck, or None if none fits.
-
-    Args:
-        costs: costs of one bucket, monotone.
-    """
+    """Returns the cut of least bottleneck, or None if none fits."""
     taken = Taken.of(costs.counts)
     rows, columns = np.triu_indices(costs.blocks + 1, 1)
     values = np.unique(costs.seconds[..., rows, columns])
@@ -36,7 +32,7 @@ def least_bottleneck(costs: CutCosts) -> StageCut | None:
     low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2
-        met = len(values) > 0 and _meets(costs, taken, values[middle])
+        met = len(values) > 0 and bool((_reached(costs, taken, values[middle]) == 0).any())
         low, high = (low, middle) if met else (middle + 1, high)
     if low == len(values):
         return None
@@ -77,10 +73,6 @@ def _reached(costs: CutCosts, taken: Taken, limit_s: float) -> Integers:
         if (best == 0).any():
             break
     return reach
-
-
-def _meets(costs: CutCosts, taken: Taken, limit_s: float) -> bool:
-    return bool((_reached(costs, taken, limit_s) == 0).any())
 
 
 def _traced(costs: CutCosts, taken: Taken, limit_s: float) -> StageCut:

@@ -106,10 +106,6 @@ def spread(costs: CutCosts, cut: StageCut) -> StageCut:
 
     The bottleneck may leave other devices idle: they take blocks of the largest stages, which saves
     memory and time to fill the pipeline.
-
-    Args:
-        costs: costs of the chain.
-        cut: cut of the chain.
     """
     while True:
         left = [n - cut.kinds.count(k) for k, n in enumerate(costs.counts)]

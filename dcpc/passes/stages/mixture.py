@@ -27,9 +27,6 @@ TIE = 1e-12  # share by which a cut has to be better
 def best_cut(costs: CutCosts) -> StageCut:
     """Returns the cut of least expected bottleneck.
 
-    Args:
-        costs: costs of the chain for each bucket.
-
     Raises:
         PlanError: no cut fits the devices' memory.
     """
@@ -82,12 +79,7 @@ def _searched(costs: CutCosts) -> StageCut | None:
 
 
 def _rests(costs: CutCosts, taken: Taken) -> Floats:
-    """Returns the least bottleneck of the first blocks on the devices left, `[states, blocks + 1]`.
-
-    Args:
-        costs: costs of one bucket.
-        taken: states of used devices; a stage has one stage behind it for each device used.
-    """
+    """Returns the least bottleneck of first blocks on the devices left, `[states, blocks + 1]`."""
     rest = np.full((taken.states, costs.blocks + 1), inf)
     rest[:, 0] = 0.0
     inside = np.triu(np.ones((costs.blocks + 1, costs.blocks + 1), dtype=bool), 1)
@@ -130,14 +122,7 @@ def _greedy(costs: CutCosts, taken: Taken, rest: Floats) -> StageCut | None:
 def _improved(
     costs: CutCosts, taken: Taken, rests: Floats, best: StageCut | None
 ) -> tuple[StageCut | None, bool]:
-    """Returns the best cut, and whether the search was complete.
-
-    Args:
-        costs: costs of the chain.
-        taken: states of used devices.
-        rests: least bottlenecks of the remaining blocks for each bucket, from `_rests`.
-        best: best cut known so far, or None.
-    """
+    """Returns the best cut, and whether the search was complete."""
     weights, exact = np.array(costs.weights), True
     start = _Vector(np.zeros(len(weights)), (costs.blocks,), ())
     level: dict[tuple[int, int], list[_Vector]] = {(0, costs.blocks): [start]}

@@ -88,10 +88,6 @@ class RowDims:
         """Returns (dim of samples, dim of positions) of an operand with one position for all.
 
         Both are right-aligned with the result, as in an elementwise op; None: they are not.
-
-        Args:
-            operand: name of a value with samples alone.
-            name: name of the value that reads it.
         """
         own, made = self.dim(operand, self.batch), self.dim(name, self.batch)
         seq = self.dim(name, self.seq)

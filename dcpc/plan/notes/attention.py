@@ -20,10 +20,6 @@ def attention_lines(
     """Returns lines on each bucket's attention: the chosen sharding, each way's cost, crossovers.
 
     Empty where no bucket is split over ranks, or the model has no attention.
-
-    Args:
-        by_bucket: prices and graphs of each bucket's trace.
-        plans: chosen setting of each bucket.
     """
     split = [bucket for bucket, plan in plans.items() if plan.sp > 1]
     lines: list[str] = []

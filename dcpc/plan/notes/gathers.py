@@ -12,12 +12,7 @@ from dcpc.symbolic_profile import bytes_text
 
 
 def gather_lines(priced: Mapping[Bucket, Priced], plans: Mapping[Bucket, BucketPlan]) -> list[str]:
-    """Returns a line on the units and one for each gather choice; none for whole parameters.
-
-    Args:
-        priced: prices of each bucket's trace.
-        plans: chosen setting of each bucket.
-    """
+    """Returns a line on the units and one for each gather choice; none for whole parameters."""
     first, found = "", dict[str, list[str]]()
     for bucket, plan in plans.items():
         first = first or _units_line(priced[bucket].traced)

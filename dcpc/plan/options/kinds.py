@@ -21,6 +21,7 @@ from dcpc.plan.options.values import (
     AUTOCAST,
     PARAMETERS,
     RECOMPUTE,
+    VERIFY,
     autocast_of,
     check_block,
     check_count,
@@ -28,14 +29,12 @@ from dcpc.plan.options.values import (
     check_device,
     check_group,
     check_optimizer_bytes,
-    check_parameters,
     check_pipeline,
-    check_recompute,
     check_speeds,
     check_timeout,
     check_unpad,
-    check_verify,
     memory_of,
+    one_of,
     optimizer_bytes_of,
     parse_block,
     parse_degrees,
@@ -79,7 +78,7 @@ class ModelOptions:
         "auto",
         'what backward makes again: `"auto"` (or `"pyramid"`), `"none"` or `"all"`',
         default='`"auto"`: as little as fits',
-        check=check_recompute,
+        check=one_of("recompute", RECOMPUTE),
         command=CommandOption(str, choices=RECOMPUTE),
     )
     backend: str = declare(
@@ -107,7 +106,7 @@ class ModelOptions:
         "the optimizer's state of those), `\"pull\"` (so, and all ranks of one host's CPU map the "
         'same memory), `"rounds"` (a rank has its rows alone, and graphs gather what they need), '
         'or `"auto"` (the first of these that fits)',
-        check=check_parameters,
+        check=one_of("parameters", PARAMETERS),
         command=CommandOption(str, choices=PARAMETERS),
     )
     block: int | str | None = declare(
@@ -208,7 +207,7 @@ class CompileOptions(ModelOptions):
         "what is compared with your model, loss and every gradient, at small sizes: "
         '`"auto"` (traces and variants, within a tenth of what compiling takes or 2 s), `"full"` '
         '(every row of every bucket) or `"off"`',
-        check=check_verify,
+        check=one_of("verify", VERIFY),
     )
     timeout: float = declare(
         60.0,
@@ -242,10 +241,6 @@ class CompileOptions(ModelOptions):
     )
 
     def planned_for(self, world: int) -> PlanOptions:
-        """Returns these options without those of `compile` alone.
-
-        Args:
-            world: number of ranks.
-        """
+        """Returns these options without those of `compile` alone."""
         shared = {option.name: getattr(self, option.name) for option in fields(ModelOptions)}
         return PlanOptions(**shared, world=world)

@@ -1,4 +1,4 @@
-"""Checks the values of options, and parses them from text."""
+"""Checks the values of options, by a `PlanError` unless said, and parses them from text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from sympy import divisors
 from torch import nn
 
 from dcpc.buckets import Buckets
@@ -27,11 +28,6 @@ AUTOCAST = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 def check_choice(what: str, got: str, known: Iterable[str]) -> None:
     """Refuses a value that an option does not have.
-
-    Args:
-        what: how the message begins, such as "got --autocast".
-        got: the value.
-        known: allowed values.
 
     Raises:
         PlanError: the value is not allowed.
@@ -81,18 +77,18 @@ def degrees(sp: int | str | Sequence[int], world: int) -> tuple[int, ...]:
     Raises:
         PlanError: a forced value is not possible.
     """
-    divisors = tuple(d for d in range(1, world + 1) if world % d == 0)
+    every = tuple(divisors(world))
     if sp == "auto":
-        return divisors
+        return every
     if isinstance(sp, Sequence) and not isinstance(sp, str):
         whole = all(isinstance(d, int) and not isinstance(d, bool) for d in sp)
-        if whole and all(1 <= d <= world for d in sp) and set(sp) & set(divisors):
+        if whole and all(1 <= d <= world for d in sp) and set(sp) & set(every):
             return tuple(sorted(set(sp)))
-    elif not isinstance(sp, bool) and isinstance(sp, int) and sp in divisors:
+    elif not isinstance(sp, bool) and isinstance(sp, int) and sp in every:
         return (sp,)
     raise PlanError(
         f"got sp={sp!r} with {world} ranks; expected 'auto' or a divisor of the world size "
-        f"({', '.join(map(str, divisors))}), or degrees up to it with one of these in it; "
+        f"({', '.join(map(str, every))}), or degrees up to it with one of these in it; "
         "choose one, or run on a multiple of it"
     )
 
@@ -105,10 +101,6 @@ def few_degrees(sps: Sequence[int], world: int) -> tuple[int, ...]:
     again: so those that are left are spread evenly.
 
         48 ranks     1 2 3 4 6 8 12 16 24 48  ->  1 2 3 4 6 12 24 48
-
-    Args:
-        sps: degrees to try, ascending.
-        world: number of ranks.
     """
     left = list(sps)
     while sum(1 < sp < world for sp in left) > MOST_COMMUNICATORS - 2:
@@ -127,19 +119,14 @@ def check_timeout(timeout: object) -> None:
         )
 
 
-def check_recompute(mode: str) -> None:
-    """Refuses a mode that is none of `RECOMPUTE`."""
-    if mode not in RECOMPUTE:
-        raise PlanError(
-            f"got recompute={mode!r}; expected 'auto', 'none' or 'all' ('pyramid' is 'auto'); "
-            "choose one"
-        )
+def one_of(name: str, known: Sequence[str]) -> Callable[[object], None]:
+    """Returns a check that refuses all values of an option but some."""
 
+    def check(given: object) -> None:
+        if given not in known:
+            raise PlanError(f"got {name}={given!r}; expected one of {', '.join(known)}; choose one")
 
-def check_verify(mode: str) -> None:
-    """Refuses a mode that is none of `VERIFY`."""
-    if mode not in VERIFY:
-        raise PlanError(f"got verify={mode!r}; expected one of {', '.join(VERIFY)}; choose one")
+    return check
 
 
 def check_unpad(given: object) -> None:
@@ -147,14 +134,6 @@ def check_unpad(given: object) -> None:
     if not isinstance(given, bool) and given != "auto":
         raise PlanError(
             f"got unpad={reprlib.repr(given)}; expected 'auto', True or False; pass one"
-        )
-
-
-def check_parameters(mode: str) -> None:
-    """Refuses a mode that is none of `PARAMETERS`."""
-    if mode not in PARAMETERS:
-        raise PlanError(
-            f"got parameters={mode!r}; expected one of {', '.join(PARAMETERS)}; choose one"
         )
 
 
@@ -173,11 +152,6 @@ def block_of(block: int | None, sps: Sequence[int], world: int) -> tuple[int, tu
 
     A sequence-parallel group lies within a block, or consists of whole blocks.
 
-    Args:
-        block: as for `compile`, None: all ranks.
-        sps: degrees to try.
-        world: number of ranks.
-
     Raises:
         PlanError: the block does not divide the ranks, or no degree fits it.
     """
@@ -186,7 +160,7 @@ def block_of(block: int | None, sps: Sequence[int], world: int) -> tuple[int, tu
     if world % block:
         raise PlanError(
             f"got block={block} with {world} ranks; expected a divisor of them from 2 on "
-            f"({', '.join(str(d) for d in range(2, world + 1) if world % d == 0) or 'none'}); "
+            f"({', '.join(map(str, divisors(world)[1:])) or 'none'}); "
             "choose one, or leave it out for all ranks"
         )
     fitting = fitting_degrees(block, sps, world)
@@ -200,13 +174,7 @@ def block_of(block: int | None, sps: Sequence[int], world: int) -> tuple[int, tu
 
 
 def fitting_degrees(block: int, sps: Sequence[int], world: int) -> tuple[int, ...]:
-    """Returns the degrees whose groups lie within a block of ranks or are whole blocks.
-
-    Args:
-        block: ranks of a block.
-        sps: degrees to choose from.
-        world: number of ranks.
-    """
+    """Returns the degrees whose groups lie within a block of ranks or are whole blocks."""
     return tuple(sp for sp in sps if world % sp == 0 and (block % sp == 0 or sp % block == 0))
 
 
@@ -216,11 +184,7 @@ def parse_block(text: str | None) -> int | str | None:
 
 
 def check_speeds(speeds: object) -> None:
-    """Refuses speeds that are neither "auto", "equal" nor positive numbers.
-
-    Raises:
-        PlanError: it is.
-    """
+    """Refuses speeds that are neither "auto", "equal" nor positive numbers."""
     if isinstance(speeds, str) and speeds in ("auto", "equal"):
         return
     numbers = isinstance(speeds, list | tuple) and all(
@@ -234,11 +198,7 @@ def check_speeds(speeds: object) -> None:
 
 
 def check_pipeline(pipeline: object) -> None:
-    """Refuses a value that is no number of stages, nor "auto", nor None.
-
-    Raises:
-        PlanError: it is none.
-    """
+    """Refuses a value that is no number of stages, nor "auto", nor None."""
     whole = isinstance(pipeline, int) and not isinstance(pipeline, bool)
     if pipeline in (None, "auto"):
         return

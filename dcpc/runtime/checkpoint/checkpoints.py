@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -204,7 +203,12 @@ class Checkpoints:
         except Exception as e:
             problem = _unreadable(folder, e)
         self._agree(f"read {folder}", problem)
-        self._apply(parts, manifest, into, small)
+        found = nested(self._tensors, manifest["tensors"], into)
+        parts.model.load_state_dict(found.get("model", {}))
+        parts.seeds.load_state_dict(small["seeds"])  # of every rank
+        if parts.optimizer is not None:
+            named = found["optimizer"]
+            parts.optimizer.load_state_dict(by_number(parts.optimizer, parts.parameters(), named))
         if self._groups.rank == 0:
             LOG.info("load: training goes on from %s, step %d", folder, manifest["step"])
         return Checkpoint(manifest["step"], small["extra"], folder)
@@ -268,20 +272,6 @@ class Checkpoints:
             warnings.warn(
                 f"checkpoints that are damaged are passed over: {'; '.join(faults)}", stacklevel=5
             )
-
-    def _apply(
-        self,
-        parts: Parts,
-        manifest: Mapping[str, Any],
-        read: Mapping[str, Any],
-        small: Mapping[str, Any],
-    ) -> None:
-        found = nested(self._tensors, manifest["tensors"], read)
-        parts.model.load_state_dict(found.get("model", {}))
-        parts.seeds.load_state_dict(small["seeds"])  # of every rank
-        if parts.optimizer is not None:
-            named = found["optimizer"]
-            parts.optimizer.load_state_dict(by_number(parts.optimizer, parts.parameters(), named))
 
     # ------------------------------------------------------------------------------ between ranks
 

@@ -61,11 +61,7 @@ def found_in(directory: Path) -> list[Path]:
 
 
 def in_place_of_one(directory: Path) -> tuple[str, bool]:
-    """Returns a description of a place without checkpoints, and whether one may be created there.
-
-    Args:
-        directory: folder that does not exist, or has no checkpoint in it.
-    """
+    """Describes a place without checkpoints, and says whether one may be created there."""
     if (directory / MANIFEST).is_file():
         return f"a checkpoint, which {str(directory.parent)!r} holds", False
     whole = directory.absolute()
@@ -192,13 +188,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def fault_of(folder: Path, files: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Returns the fault of the first changed file, or "" where all are as written.
-
-    Args:
-        folder: folder of a checkpoint.
-        files: file name -> size and SHA-256, from the manifest.
-        names: names of the files to check.
-    """
+    """Returns the fault of the first changed file, or "" where all are as written."""
     for name in names:
         expected = files[name]
         try:

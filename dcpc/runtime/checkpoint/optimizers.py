@@ -18,10 +18,6 @@ def names_in(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> li
 
     A pipeline stage that trains nothing has one such empty parameter.
 
-    Args:
-        optimizer: optimizer of some of the parameters.
-        parameters: name -> parameter of the compiled model.
-
     Raises:
         CheckpointError: a parameter is not the compiled model's.
     """

@@ -20,12 +20,7 @@ class Saving:
     """
 
     def __init__(self, folder: Path, write: Callable[[], None]) -> None:
-        """Starts the thread.
-
-        Args:
-            folder: final path of the checkpoint.
-            write: function that writes the checkpoint, and raises if it fails.
-        """
+        """Starts the thread."""
         self.folder = folder
         self._write = write
         self._problem: CheckpointError | None = None

@@ -111,12 +111,7 @@ def refuse_odd(state: Mapping[str, Any]) -> None:
 
 
 def staged(state: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Copies nested state to the CPU, so that training may change the originals.
-
-    Args:
-        state: state dict of this rank.
-        group: gloo group of all ranks; None: one rank.
-    """
+    """Copies nested state to the CPU, so that training may change the originals."""
     mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
 
     def copied(value: Any) -> Any:
@@ -241,11 +236,7 @@ class _Slice:
 
 
 def metadata_of(table: Mapping[str, Any]) -> Metadata:
-    """Returns the metadata that torch's reader takes.
-
-    Args:
-        table: location of each tensor, from `table_of`.
-    """
+    """Returns the metadata that torch's reader takes."""
     kept: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _Slice] = {}
     for name, row in table.items():
@@ -300,10 +291,6 @@ def read(folder: Path, table: Mapping[str, Any], into: dict[str, Any]) -> None:
 
 def empty_like(parameter: Tensor | None, row: Mapping[str, Any]) -> Any:
     """Returns a target that an optimizer's value can be read into.
-
-    Args:
-        parameter: parameter that the value belongs to; None: it belongs to none.
-        row: row of the value in the checkpoint's table.
 
     Returns:
         A tensor, sharded along dim 0 like the parameter if it is as long; None for a value that is

@@ -1,4 +1,4 @@
-"""Arguments of the loader, checked."""
+"""Arguments of the loader, checked: each check raises a `DataError` that names its argument."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from dcpc.runtime.planner.step_planner import Allowed
 
 
 def allowed_steps(mode: Mode, least: int, most: int | None) -> Allowed:
-    """Returns the limits of a step, by the number of micro-batches of a rank.
-
-    Raises:
-        DataError: the bounds contradict each other or the mode.
-    """
+    """Returns the limits of a step, by the number of micro-batches of a rank."""
     if most is not None:
         check_count("max_grad_accumulation_steps", most, least)
     if mode == "intra" and (least > 1 or most is not None):
@@ -28,11 +24,7 @@ def allowed_steps(mode: Mode, least: int, most: int | None) -> Allowed:
 
 
 def check_compiled(compiled: object) -> None:
-    """Refuses an object that is no result of `dcpc.compile`.
-
-    Raises:
-        DataError: it has no plans.
-    """
+    """Refuses an object that is no result of `dcpc.compile`."""
     if not (hasattr(compiled, "plans") and hasattr(compiled, "groups")):
         raise DataError(
             f"compiled: got {type(compiled).__name__}; expected what dcpc.compile returned; "
@@ -41,11 +33,7 @@ def check_compiled(compiled: object) -> None:
 
 
 def check_step(step: object) -> None:
-    """Refuses an object that is no step of the loader.
-
-    Raises:
-        DataError: it is no `Step`.
-    """
+    """Refuses an object that is no step of the loader."""
     if not isinstance(step, Step):
         raise DataError(
             f"step: got {type(step).__name__}; expected a step that dcpc.DataLoader yields; to run "
@@ -55,11 +43,7 @@ def check_step(step: object) -> None:
 
 
 def check_dataset(dataset: object) -> None:
-    """Refuses a dataset that has no samples by number, and is no stream.
-
-    Raises:
-        DataError: it has no `len()`, no `[i]`, or no samples.
-    """
+    """Refuses a dataset that has no samples by number, and is no stream."""
     kind = type(dataset)
     if not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
         raise DataError(
@@ -86,11 +70,7 @@ def check_dataset(dataset: object) -> None:
 
 
 def check_pad(pad: object) -> None:
-    """Refuses padding values that are not given by input name.
-
-    Raises:
-        DataError: it is neither None nor a mapping.
-    """
+    """Refuses padding values that are not given by input name."""
     if pad is not None and not isinstance(pad, Mapping):
         raise DataError(
             f"pad=: got {pad!r}; expected input name -> value; pass e.g. pad={{'labels': -100}}"
@@ -98,22 +78,14 @@ def check_pad(pad: object) -> None:
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Refuses a value that is none of some.
-
-    Raises:
-        DataError: with the name of the argument.
-    """
+    """Refuses a value that is none of some."""
     if value not in choices:
         named = " or ".join(map(repr, choices))
         raise DataError(f"{name}=: got {value!r}; expected {named}; choose one")
 
 
 def check_choices(name: str, value: object, choices: Sequence[str]) -> tuple[str, ...]:
-    """Returns some of a few names, of which one may be given alone.
-
-    Raises:
-        DataError: with the name of the argument.
-    """
+    """Returns some of a few names, of which one may be given alone."""
     given = (value,) if isinstance(value, str) or not isinstance(value, Collection) else [*value]
     for each in given:
         check_choice(name, each, choices)
@@ -121,11 +93,7 @@ def check_choices(name: str, value: object, choices: Sequence[str]) -> tuple[str
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Refuses a value that is no time limit.
-
-    Raises:
-        DataError: it is no positive number of seconds.
-    """
+    """Refuses a value that is no time limit."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise DataError(
             f"{name}: got {value!r}; expected a positive number of seconds; pass e.g. 60.0"
@@ -133,25 +101,14 @@ def check_seconds(name: str, value: object) -> None:
 
 
 def check_flags(**given: object) -> None:
-    """Refuses switches that are neither on nor off.
-
-    Raises:
-        DataError: with the name of the argument.
-    """
+    """Refuses switches that are neither on nor off."""
     for name, value in given.items():
         if not isinstance(value, bool):
             raise DataError(f"{name}: got {value!r}; expected True or False; pass one")
 
 
 def check_stages(**given: bool) -> None:
-    """Refuses arguments that a loader does not support for a model in stages.
-
-    Args:
-        given: name of an argument or method -> whether it is asked for.
-
-    Raises:
-        DataError: one is asked for.
-    """
+    """Refuses arguments that a loader does not support for a model in stages."""
     for name in (name for name, asked in given.items() if asked):
         raise DataError(
             f"{name}: got it for a model that was compiled with pipeline=; expected a loader that "
@@ -161,17 +118,7 @@ def check_stages(**given: bool) -> None:
 
 
 def check_reading(stream: bool, shuffle: bool | None, order: object, num_workers: int) -> None:
-    """Refuses an order for a stream, and worker processes for samples by number.
-
-    Args:
-        stream: whether the dataset is a stream.
-        shuffle: argument of the loader.
-        order: argument of the loader.
-        num_workers: argument of the loader.
-
-    Raises:
-        DataError: one is given.
-    """
+    """Refuses an order for a stream, and worker processes for samples by number."""
     check_count("num_workers", num_workers, 0)
     if stream and (shuffle or order is not None):
         what = "order=" if order is not None else "shuffle=True"
@@ -190,11 +137,7 @@ def check_reading(stream: bool, shuffle: bool | None, order: object, num_workers
 
 
 def check_step_size(tokens: int | None, samples: int | None) -> int:
-    """Returns how many tokens or samples a step has, whichever is given.
-
-    Raises:
-        DataError: both are, or neither, or it is no integer that is at least 1.
-    """
+    """Returns how many tokens or samples a step has, whichever is given."""
     if (tokens is None) == (samples is None):
         raise DataError(
             f"tokens_per_step={tokens}, samples_per_step={samples}: got "
@@ -207,11 +150,7 @@ def check_step_size(tokens: int | None, samples: int | None) -> int:
 
 
 def check_count(name: str, value: object, least: int) -> int:
-    """Returns an integer that is at least `least`.
-
-    Raises:
-        DataError: it is none, with the name of the argument.
-    """
+    """Returns an integer that is at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise DataError(
             f"{name}: got {value!r}; expected an integer >= {least}; pass one that is at least "

@@ -141,11 +141,6 @@ class StepMaker:
 
         A rank alone raises the error of a wrong sample. Among others it puts it into the step: they
         wait for this rank in `train_step`, and learn of it there.
-
-        Args:
-            epoch: number of the epoch.
-            cut: batch and its plan.
-            again: function that plans a plan's samples again, with the table of the moment.
         """
         plan = cut.plan
         step = None if plan is None else self._step(epoch, cut, plan)

@@ -196,11 +196,6 @@ class RowMaker:
         A model predicts a label from the tokens before it, so it does not use the labels at a row's
         beginning. They do not count at each sequence's beginning: alone they would not either.
 
-        Args:
-            samples: samples of the dataset.
-            rows: the samples of each row.
-            bucket: bucket that holds each row.
-
         Raises:
             DataError: a sample contradicts the specs.
         """
@@ -225,9 +220,6 @@ class RowMaker:
         """Returns two rows of several sequences, and each of these sequences alone.
 
         The first row ends with padding, where each input's filling is known.
-
-        Args:
-            rows: inputs of two rows of at least two positions, of which sequences are cut.
         """
         name, spec = next(iter(self.inputs.items()))
         size, device = rows[name].shape[_place(spec, self.dim)], rows[name].device

@@ -74,11 +74,6 @@ class Samples:
     ) -> None:
         """Checks the arguments against each other.
 
-        Args:
-            dataset: the samples.
-            buckets: input specs and shape buckets.
-            pad: input name -> value that its samples are filled up with at the end.
-
         Raises:
             DataError: the dataset has no samples by number, or none; `pad` names no input, or a
                 spec cannot be stacked.
@@ -163,10 +158,6 @@ class Samples:
 
     def collate(self, ids: Sequence[int], bucket: Bucket) -> dict[str, torch.Tensor]:
         """Returns the inputs of a micro-batch, each sample padded to the bucket and stacked.
-
-        Args:
-            ids: the samples.
-            bucket: a bucket, or other lengths, that holds each of them.
 
         Raises:
             DataError: a sample contradicts the specs, or needs a pad value that was not given.
@@ -362,10 +353,6 @@ class Samples:
 
 def check_fills(inputs: Mapping[str, InputSpec], fills: Mapping[str, int | float]) -> None:
     """Refuses values that an input's dtype cannot hold: torch makes another number of them.
-
-    Args:
-        inputs: specs of the model's inputs.
-        fills: input name -> value that fills it up.
 
     Raises:
         DataError: e.g. -100 for uint8, which would be the label 156.

@@ -17,10 +17,6 @@ def pinned(inputs: Mapping[str, torch.Tensor], device: torch.device) -> dict[str
 
     The loader's thread asks for it: a copy into such memory takes it time, and the step none.
 
-    Args:
-        inputs: input name -> tensor on the CPU.
-        device: device that they will be copied to.
-
     Raises:
         DataError: the host does not give such memory.
     """

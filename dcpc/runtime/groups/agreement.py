@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from dcpc import errors
-from dcpc.errors import DcpcError, GroupError
+from dcpc.errors import DcpcError, GroupError, class_named
 from dcpc.fx.torch_api.collectives import failed
 from dcpc.runtime.groups.groups import Groups
 
@@ -89,13 +88,7 @@ def agree(groups: Groups, sp: int, what: str, value: str, problem: DcpcError | N
 
 
 def largest(groups: Groups, sp: int, number: int) -> int:
-    """Returns the largest number that a rank of this rank's block of `sp` has.
-
-    Args:
-        groups: process groups, whose ranks have agreed that they call this.
-        sp: degree of the block.
-        number: integer of 63 bits at most.
-    """
+    """Returns the largest number that a rank of this rank's block of `sp` has."""
     pg = groups.control(sp)
     if pg is None:
         return number
@@ -105,12 +98,7 @@ def largest(groups: Groups, sp: int, number: int) -> int:
 
 
 def from_first(groups: Groups, text: str) -> str:
-    """Returns the first rank's text; collective over all ranks.
-
-    Args:
-        groups: the process groups.
-        text: text of this rank; only the first rank's is read.
-    """
+    """Returns the first rank's text; collective over all ranks."""
     pg = groups.control(groups.world)
     if pg is None:
         return text
@@ -174,10 +162,7 @@ class _Trouble:
         for rank in self.ranks:
             if self.store.check([f"problem/{rank}"]):
                 kind, _, said = self._read(f"problem/{rank}").partition(" ")
-                found = getattr(errors, kind, None)
-                if not (isinstance(found, type) and issubclass(found, DcpcError)):
-                    found = GroupError
-                return found(f"rank {rank}: {said}")
+                return (class_named(kind) or GroupError)(f"rank {rank}: {said}")
         return None
 
     def explain(self, text: str, broken: str | None) -> str:

@@ -31,12 +31,6 @@ def kept_by_torchrun() -> bool:
 def fresh_store(store: Store, rank: int, world: int, timeout_s: float) -> PrefixStore:
     """Returns a store in which no earlier attempt has written anything.
 
-    Args:
-        store: store of all attempts.
-        rank: number of this rank.
-        world: number of ranks.
-        timeout_s: seconds that a rank waits for the others.
-
     Raises:
         RuntimeError: some did not arrive.
     """

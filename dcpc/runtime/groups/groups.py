@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from sympy import divisors
 
 from dcpc.errors import GroupError
 from dcpc.runtime.groups.breaking import break_connections
@@ -156,7 +157,7 @@ class Groups:
     @property
     def degrees(self) -> tuple[int, ...]:
         """The divisors of the world size, ascending."""
-        return divisors(self.world)
+        return tuple(divisors(self.world))
 
     def of(self, sp: int) -> dist.ProcessGroup | None:
         """Returns the data group of this rank's block of `sp` ranks; None where a rank is alone.
@@ -203,9 +204,6 @@ class Groups:
 
         Collective over all ranks when it is first asked for.
 
-        Args:
-            block: ranks of a block.
-
         Raises:
             GroupError: it does not divide the world size.
         """
@@ -222,9 +220,6 @@ class Groups:
         """Returns a new gloo group of all ranks, in which nobody else sends; None alone.
 
         Collective over all ranks.
-
-        Args:
-            what: purpose of the group, as torch's logs name it.
         """
         if self.control(self.world) is None:
             return None
@@ -297,9 +292,6 @@ class Groups:
         Collective over all ranks, which pass the same ranges in the same order: only so do all of
         them give a new group the same name.
 
-        Args:
-            ranges: (first rank, degree) of each.
-
         Raises:
             GroupError: a range is not within the world, or is no aligned block where those alone
                 can be groups.
@@ -322,11 +314,7 @@ class Groups:
         self.forget(max(MOST_RANGES, len(ranges)))
 
     def forget(self, but: int) -> None:
-        """Destroys the groups that `prepare` made, except those used last; alike on every rank.
-
-        Args:
-            but: number of groups to keep, over all ranks.
-        """
+        """Destroys the groups that `prepare` made, except those used last; alike on every rank."""
         while len(self._ranges) > but:
             oldest = self._ranges.pop(next(iter(self._ranges)))
             if oldest is not None:
@@ -390,11 +378,7 @@ class Groups:
         return frozenset(self._broken)
 
     def renew(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Makes data groups anew that some rank broke apart; collective over all ranks.
-
-        Args:
-            ranges: (first rank, degree) of each, the same on every rank.
-        """
+        """Makes data groups anew that some rank broke apart; collective over all ranks."""
         self._broken.clear()
         for key in ranges:
             if key in self._ranges:  # `prepare` makes it when it is needed again
@@ -434,8 +418,3 @@ class Groups:
                 f"process group of degree {sp}: got a world of {self.world} ranks; expected a "
                 f"degree in {', '.join(map(str, self.degrees))}; choose sp among these"
             )
-
-
-def divisors(n: int) -> tuple[int, ...]:
-    """Returns the divisors of n, ascending."""
-    return tuple(d for d in range(1, n + 1) if n % d == 0)

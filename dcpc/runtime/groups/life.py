@@ -28,11 +28,7 @@ class Processes:
     """The processes of other ranks on this host."""
 
     def __init__(self, places: Mapping[int, Mapping[str, Any]]) -> None:
-        """Opens a handle of each; the processes live.
-
-        Args:
-            places: rank -> result of `place_of_process` there.
-        """
+        """Opens a handle of each; the processes live."""
         own = place_of_process()
         self._handles: dict[int, int] = {}  # handle -> rank
         self._ended: set[int] = set()

@@ -108,13 +108,7 @@ class GroupMaker:
     timeout_s: float
 
     def block(self, degree: int, backend: str | None = None, what: str = "") -> dist.ProcessGroup:
-        """Returns this rank's group where so many ranks form each; collective over all.
-
-        Args:
-            degree: ranks of a group.
-            backend: name of the backend; None: that of the default group.
-            what: purpose of the group, as torch's logs name it.
-        """
+        """Returns this rank's group where so many ranks form each; collective over all."""
         blocks = [self.ranks[i : i + degree] for i in range(0, len(self.ranks), degree)]
         desc = f"dcpc {what or backend or 'data'} degree {degree}"
         return self.one_of(blocks, self.rank // degree, desc, backend)
@@ -200,9 +194,6 @@ def _unbound(apart: bool) -> Iterator[None]:
     Where the default group is bound to a device (`device_id=`), torch splits its communicator for
     each new group, over gloo as well on the ranks outside: that waits for all ranks, and those of a
     gloo group or of another job do not come (pytorch/pytorch#145376).
-
-    Args:
-        apart: whether the groups are of gloo, or of a part of a larger job.
     """
     default = dist.group.WORLD
     bound = getattr(default, "bound_device_id", None)

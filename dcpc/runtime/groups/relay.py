@@ -23,8 +23,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from dcpc import errors
-from dcpc.errors import DcpcError, PlanError
+from dcpc.errors import DcpcError, PlanError, class_named
 from dcpc.runtime.groups.groups import Groups
 
 _FIRST_POLL_S = 0.001
@@ -215,8 +214,8 @@ def _digest(data: bytes) -> str:
 
 def _error(sender: int, message: Message) -> DcpcError:
     kind, text = message["error"], message["text"]
-    found = getattr(errors, kind, None)
-    if isinstance(found, type) and issubclass(found, DcpcError):
+    found = class_named(kind)
+    if found is not None:
         return found(f"planner of rank {sender}: {text}")
     return PlanError(
         f"planner of rank {sender}: got {kind}: {text}; expected a plan; look at its log"

@@ -39,9 +39,6 @@ def checksum(tensor: Tensor) -> int:
 
     Words are multiplied by odd weights of their place and added, modulo 2**64: another word at one
     place is always another sum.
-
-    Args:
-        tensor: strided; of any dtype, on any device.
     """
     with torch.no_grad():
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -97,10 +94,6 @@ def share_state(tensors: Mapping[str, Tensor], groups: Groups) -> list[str]:
 def refuse_different(tensors: Mapping[str, Tensor], groups: Groups) -> None:
     """Raises unless all ranks have the same tensors; collective over all ranks.
 
-    Args:
-        tensors: name -> tensor, as for `share_state`.
-        groups: the process groups.
-
     Raises:
         GroupError: they have not; on every rank.
     """
@@ -118,10 +111,6 @@ def differing(tensors: Mapping[str, Tensor], groups: Groups) -> list[str]:
     """Returns the names whose values are not the same on all ranks; alone: none.
 
     Collective over all ranks.
-
-    Args:
-        tensors: name -> tensor, as for `share_state`.
-        groups: the process groups.
 
     Raises:
         GroupError: the ranks have other names, shapes or dtypes, or one did not arrive.

@@ -13,11 +13,6 @@ def subset(groups: Groups, members: Sequence[int], what: str) -> Groups | None:
     """Returns the groups of some ranks alone, which are numbered anew; None on other ranks.
 
     Collective over all ranks.
-
-    Args:
-        groups: groups of all ranks.
-        members: numbers of some of them, ascending.
-        what: name of the new groups.
     """
     if len(members) == 1:
         alone = groups.rank in members

@@ -35,8 +35,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from dcpc import errors
-from dcpc.errors import DcpcError, GroupError
+from dcpc.errors import DcpcError, GroupError, class_named
 from dcpc.runtime.groups.breaking import aborts_of, break_connections, run_all
 from dcpc.runtime.groups.life import Processes, place_of_process
 
@@ -122,11 +121,7 @@ class Watch:
     # --------------------------------------------------------------------------- begin and end
 
     def start(self, store: Store) -> None:
-        """Begins to watch; collective over all ranks.
-
-        Args:
-            store: store of the group.
-        """
+        """Begins to watch; collective over all ranks."""
         own = store.clone()  # type: ignore[attr-defined]
         with contextlib.suppress(RuntimeError, NotImplementedError):
             own.set_timeout(timedelta(seconds=_STORE_S))
@@ -179,9 +174,6 @@ class Watch:
 
         An error of this rank alone is told to the others; one that comes of another rank's is
         raised as that rank's.
-
-        Args:
-            what: name of the section, for the error.
 
         Raises:
             DcpcError: another rank failed, ended or is lost.
@@ -242,11 +234,7 @@ class Watch:
         self._tell(News(self._me, FAILED, text, kind, self._section + ahead))
 
     def ended(self, error: BaseException | None) -> None:
-        """Tells the others that this process ends.
-
-        Args:
-            error: uncaught error; None: it ends as it should.
-        """
+        """Tells the others that this process ends."""
         known = self._news.get(self._me)
         if (
             self._store is None
@@ -327,9 +315,7 @@ class Watch:
         again = "look at its log, then start the job again: it goes on from its last checkpoint"
         if news.follows:
             return GroupError(news.text)
-        kind = getattr(errors, news.error, None)
-        own = isinstance(kind, type) and issubclass(kind, DcpcError)
-        make: Callable[[str], DcpcError] = kind if own and kind is not None else GroupError
+        make = class_named(news.error) or GroupError
         verb = "failed" if news.error else "is lost" if news.kind == LOST else "has ended"
         return make(f"rank {news.rank} {verb}: got {news.text}; expected {every}; {again}")
 

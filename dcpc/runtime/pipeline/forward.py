@@ -43,11 +43,6 @@ def from_last(
 ) -> tuple[Tensor, ...]:
     """Returns the last stage's tensors on all ranks of this pipeline, which call it together.
 
-    Args:
-        sent: tensors of the last stage; other stages' are not read.
-        made: shape and dtype of each tensor.
-        grid: position of this rank.
-
     Raises:
         GroupError: a rank of this pipeline did not arrive in time.
     """

@@ -115,12 +115,7 @@ class PipelineGrid:
         return self.groups.global_ranks[self.layout.rank(self.replica, stage, self.lane)]
 
     def wire(self, stage: int, back: bool) -> dist.ProcessGroup:
-        """Returns the queue between this stage and a neighbour.
-
-        Args:
-            stage: the neighbour.
-            back: the one for gradients.
-        """
+        """Returns the queue between this stage and a neighbour."""
         return self._wires[min(stage, self.stage), back]
 
     def summing(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -138,9 +133,6 @@ class PipelineGrid:
 
         Collective over all ranks, once a step. A parameter without a gradient counts as zeros; one
         without a gradient anywhere stays without, as where no micro-batch of the step reads it.
-
-        Args:
-            parameters: name and parameter; those that this rank's stage does not read stay alone.
 
         Returns:
             The bytes of gradients that this rank put into sums.
@@ -201,11 +193,6 @@ def _open(groups: Groups, pg: dist.ProcessGroup, sends: bool) -> None:
     NCCL's first message between two ranks waits for the other's call. A stage posts its receives
     ahead of its sends, so in a step two stages would wait for each other. All ranks do this in the
     order of the wires, so none waits in a circle.
-
-    Args:
-        groups: all ranks.
-        pg: the wire, of two ranks.
-        sends: whether this rank does; else it receives.
 
     Raises:
         GroupError: a neighbour does not take it, or sends none.

@@ -16,11 +16,7 @@ class StageSetting(Protocol):
     """A stage with one setting of recompute, for micro-batches of any shape."""
 
     def at(self, sizes: Mapping[str, int]) -> Stage:
-        """Returns the stage for a micro-batch: the part of the model that is for its shape.
-
-        Args:
-            sizes: length of every dim of the micro-batch, batch included.
-        """
+        """Returns the stage for a micro-batch: the part of the model that is for its shape."""
 
 
 class Stage(Protocol):
@@ -67,11 +63,7 @@ class Stage(Protocol):
         """
 
     def received(self, sizes: Mapping[str, int]) -> tuple[Shaped, ...]:
-        """Returns shape and dtype of each tensor that the stage receives for a micro-batch.
-
-        Args:
-            sizes: length of every dim of the micro-batch, batch included.
-        """
+        """Returns shape and dtype of each tensor that the stage receives for a micro-batch."""
 
     def sent(self, sizes: Mapping[str, int]) -> tuple[Shaped, ...]:
         """Returns shape and dtype of each tensor to send; on the last stage, of the loss."""

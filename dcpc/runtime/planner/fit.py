@@ -26,14 +26,7 @@ Options = list[PlannedMicroBatch]  # a micro-batch on each degree, the fewest ra
 
 
 def fitted(plan: StepPlan, table: PlanTable, price: Price, bound_s: float) -> StepPlan:
-    """Returns a plan of the same samples that ends earlier, or the plan where none is found.
-
-    Args:
-        plan: plan to begin with.
-        table: the rows to choose from.
-        price: function that returns a micro-batch on its row, with its seconds.
-        bound_s: lower bound of the seconds of any plan.
-    """
+    """Returns a plan of the same samples that ends earlier, or the plan where none is found."""
     fit, best = _Fit(table, price), plan
     for _ in range(_LINES):
         line_s = (bound_s + best.makespan_s) / 2

@@ -48,12 +48,7 @@ class OwnLengths:
     )
 
     def padded(self, bucket: Bucket, dims: Dims) -> Dims:
-        """Returns the lengths at which samples of at most these lengths are run.
-
-        Args:
-            bucket: bucket of the samples.
-            dims: the largest length of each dim.
-        """
+        """Returns the lengths at which samples of at most these lengths are run."""
         key = bucket, dims
         if key not in self._padded:
             self._padded[key] = self._found(bucket, dict(dims))
@@ -72,14 +67,7 @@ class OwnLengths:
         return tuple(sorted(found.items())) if self.runs_at(bucket, found) else most
 
     def seconds_s(self, bucket: Bucket, row: PlanRow, dims: Dims, count: int) -> float:
-        """Returns the seconds of a micro-batch, on a line between one sample and the row's most.
-
-        Args:
-            bucket: bucket of the row.
-            row: row that the micro-batch runs.
-            dims: lengths that its samples are padded to.
-            count: number of samples, up to the row's.
-        """
+        """Returns the seconds of a micro-batch, on a line between one sample and the row's most."""
         full_s = row.seconds_s * self._share(bucket, row, dims, row.micro_batch)
         if count == row.micro_batch:
             return full_s
@@ -106,12 +94,6 @@ class OwnLengths:
         """Returns samples and seconds of micro-batches of some lengths, ascending, on rows.
 
         One sample, as many as each row takes, and as many as there are.
-
-        Args:
-            bucket: bucket of the rows.
-            rows: rows of one degree.
-            dims: lengths that the samples are padded to.
-            most: number of samples.
         """
         ascending = sorted(rows, key=lambda row: (row.micro_batch, row.seconds_s))
         found: dict[int, float] = {}
@@ -184,12 +166,7 @@ class BatchLengths:
         return self.own.padded(bucket, tuple(sorted(longest.items())))
 
     def at_length(self, mb: PlannedMicroBatch, row: PlanRow) -> PlannedMicroBatch:
-        """Returns a micro-batch at the lengths of its samples, with its seconds there.
-
-        Args:
-            mb: micro-batch; its seconds are not read.
-            row: row that it runs.
-        """
+        """Returns a micro-batch at the lengths of its samples, with its seconds there."""
         dims = self.padded(mb.bucket, mb.sample_ids)
         seconds_s = self.own.seconds_s(mb.bucket, row, dims, len(mb.sample_ids))
         return replace(mb, dims=() if dims == mb.bucket.shape_key else dims, seconds_s=seconds_s)

@@ -110,11 +110,6 @@ def plan_json(plan: StepPlan, table: PlanTable) -> dict[str, Any]:
 def plan_of(data: Mapping[str, Any], table: PlanTable, where: str) -> StepPlan:
     """Returns the plan in the data of `plan_json`.
 
-    Args:
-        data: result of `plan_json`.
-        table: plan table of the reader.
-        where: origin of the data, for an error.
-
     Raises:
         PlanError: it is of another version, or was made from another table.
     """

@@ -72,11 +72,7 @@ class PlannedMicroBatch:
         return Bucket(self.dims) if self.dims else self.bucket
 
     def on(self, ranks: tuple[int, ...]) -> PlannedMicroBatch:
-        """Returns the same on other ranks, in less time than `replace` takes.
-
-        Args:
-            ranks: consecutive ones.
-        """
+        """Returns the same on other ranks, in less time than `replace` takes."""
         return PlannedMicroBatch(
             self.bucket, self.sp, ranks, self.sample_ids, self.seconds_s, self.micro_batch,
             self.menu_step, self.rows, self.dims,
@@ -156,11 +152,7 @@ class StepPlan:
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def packed(self, rows: Sequence[tuple[int, ...]]) -> StepPlan:
-        """Returns the plan by samples, of one by the numbers of rows; without rows itself.
-
-        Args:
-            rows: the samples of each row.
-        """
+        """Returns the plan by samples, of one by the numbers of rows; without rows itself."""
         if not rows:
             return self
         found = []
@@ -170,11 +162,7 @@ class StepPlan:
         return replace(self, micro_batches=tuple(found))
 
     def by_rows(self, rows: Sequence[tuple[int, ...]]) -> StepPlan:
-        """Returns the plan by the numbers of rows, as it was before `packed`.
-
-        Args:
-            rows: the samples of each row.
-        """
+        """Returns the plan by the numbers of rows, as it was before `packed`."""
         if not rows:
             return self
         numbers = {row: number for number, row in enumerate(rows)}
@@ -190,12 +178,7 @@ class StepPlan:
 
 
 def rounds(ranks: Sequence[Sequence[int]], world: int) -> list[list[int]]:
-    """Returns the numbers of the micro-batches of each round, of which no two share a rank.
-
-    Args:
-        ranks: ranks of each micro-batch, in a step's global order, which a rank's own keep.
-        world: number of ranks.
-    """
+    """Returns the numbers of the micro-batches of each round, of which no two share a rank."""
     free = [0] * world  # first round in which a rank has nothing to do
     found: list[list[int]] = []
     for number, own in enumerate(ranks):
@@ -212,11 +195,6 @@ def rounds_of(plan: StepPlan, rank: int, block: int) -> list[tuple[PlannedMicroB
 
     Blocks are of consecutive ranks. Each goes through its own rounds, free of the others: it only
     meets those that take a micro-batch together with it.
-
-    Args:
-        plan: plan of a step.
-        rank: rank of the block.
-        block: ranks of a block.
 
     Raises:
         PlanError: a micro-batch is of some ranks of one block and some of another.
@@ -246,11 +224,6 @@ def timeline(
 
     A micro-batch begins when the last of its ranks has ended the one before, in rounds when all
     ranks of their blocks have.
-
-    Args:
-        micro_batches: micro-batches in the global order.
-        world: number of ranks.
-        block: ranks that wait for each other, as in `StepPlan`.
     """
     free_s, busy_s = [0.0] * world, [0.0] * world
     begins = [0.0] * len(micro_batches)

@@ -249,11 +249,7 @@ class _Tried:
         self._splits: dict[tuple[Bucket, int], tuple[PlannedMicroBatch, ...] | None] = {}
 
     def price(self, mb: PlannedMicroBatch) -> PlannedMicroBatch:
-        """Returns a micro-batch on the smallest row of its degree that holds it, with its seconds.
-
-        Args:
-            mb: micro-batch on any row, with any seconds.
-        """
+        """Returns a micro-batch on its degree's smallest row that holds it, with its seconds."""
         key = mb.bucket, mb.sp, mb.ranks, mb.sample_ids
         found = self._known.get(key)
         if found is None:

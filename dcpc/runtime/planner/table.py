@@ -70,11 +70,7 @@ class PlanTable:
             ) from None
 
     def changes(self, base: PlanTable) -> dict[str, Any]:
-        """Returns the differences of this table from `base`, as plain data for `changed`.
-
-        Args:
-            base: table of the same buckets and ranks.
-        """
+        """Returns the differences of this table from `base`, as plain data for `changed`."""
         rows = {
             str(key): own
             for key, (own, was) in enumerate(
@@ -160,13 +156,6 @@ def mode_table(
 ) -> PlanTable:
     """Returns the table that a mode chooses from: every row, or each bucket's own setting.
 
-    Args:
-        source: plans and tables of the buckets.
-        mode: mode of the planner.
-        world: number of ranks.
-        node_ranks: ranks of a node.
-        aligned: whether groups have to be aligned blocks, see `make_table`.
-
     Raises:
         PlanError: a bucket has no row that fits.
     """
@@ -184,12 +173,6 @@ def make_table(
     aligned: bool = False,
 ) -> PlanTable:
     """Returns the rows worth having of every bucket that fit a rank's memory.
-
-    Args:
-        tables: every row that was priced, by bucket.
-        world: number of ranks.
-        node_ranks: ranks of a node.
-        aligned: whether groups have to be aligned blocks whose size divides `world`.
 
     Raises:
         PlanError: a bucket has no row that fits.

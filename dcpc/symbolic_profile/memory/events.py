@@ -265,13 +265,7 @@ class Recorder:
         self._insert_copies(silent, kept.times - crossing, top=True)
 
     def _insert_copies(self, stretch: _MiddleSteps, times: int, *, top: bool) -> None:
-        """Puts copies before others; the first of them gets points of its own.
-
-        Args:
-            stretch: steps of one copy.
-            times: number of copies.
-            top: whether the first of them is the first of all.
-        """
+        """Puts copies before others; the first of them gets points of its own."""
         if not times:
             return
         (first, begin), own, differing = stretch.place, stretch.own, stretch.differing
@@ -290,12 +284,6 @@ class Recorder:
         """Returns the frees of values that all copies leave to a fused kernel that sums them.
 
         The kernel also frees values of copies before the middle one, or runs after the first one.
-
-        Args:
-            folding: positions of the middle copy.
-            made: storages that the middle copy allocates.
-            frees: indices of the frees after it.
-            before: indices of the steps of backward before it, from and up to.
         """
         if not folding.first_copy:
             return []

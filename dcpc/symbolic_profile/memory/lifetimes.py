@@ -209,11 +209,7 @@ class Lifetimes:
         self._stays = np.empty(0, dtype=np.int64)
 
     def forward(self, foldings: Sequence[Folding]) -> None:
-        """Runs the calls of forward; returned and saved values stay.
-
-        Args:
-            foldings: positions of the copies that stand for more.
-        """
+        """Runs the calls of forward; returned and saved values stay."""
         fresh = self._numbered.arrays.above == np.arange(self._slot_count)
         self._run(self._forward, self._outputs[:0], self._outputs, fresh, foldings)
         self._stays = self._storage[self._slots(self._outputs[: self._returned])]
@@ -238,11 +234,7 @@ class Lifetimes:
         self._storage = np.where(held[top] >= 0, held[top], top + count)
 
     def backward(self, foldings: Sequence[Folding]) -> None:
-        """Runs the calls of backward; gradients stay.
-
-        Args:
-            foldings: positions of the copies that stand for more.
-        """
+        """Runs the calls of backward; gradients stay."""
         given = np.append(self._given, self._tangents)
         self._run(self._backward, given, self._gradients, self._again, foldings)
 
@@ -266,15 +258,7 @@ class Lifetimes:
         fresh: Mask,
         foldings: Sequence[Folding],
     ) -> None:
-        """Runs calls: allocate, mark the point, free values after their last use.
-
-        Args:
-            values: values that the calls make.
-            given: values that exist before.
-            outputs: values that stay.
-            fresh: slots that calls make new memory for.
-            foldings: positions of the copies that stand for more.
-        """
+        """Runs calls: allocate, mark the point, free values after their last use."""
         arrays, recorder = self._numbered.arrays, self._recorder
         of, slots = _gathered(arrays.first_slot, values.numbers)
         new = fresh[slots] & ~self._resident[self._storage[slots]]

@@ -127,12 +127,7 @@ class OptimizerMemory:
     def state_bytes(
         self, whole: Sequence[nn.Parameter], own: Sequence[nn.Parameter] = ()
     ) -> dict[int, int]:
-        """Returns `id(parameter)` -> bytes of its state; empty where `given_bytes` has them all.
-
-        Args:
-            whole: parameters of the model.
-            own: part of each that this rank updates; none: all of it.
-        """
+        """Returns `id(parameter)` -> bytes of its state; empty where `given_bytes` has them all."""
         own, chosen = own or whole, self.optimizer
         if self.given_bytes is not None:
             return {}
@@ -146,11 +141,7 @@ class OptimizerMemory:
         return {id(q): -(-states.get(id(p), 0) * q.nbytes // max(p.nbytes, 1)) for p, q in pairs}
 
     def step_bytes(self, own: Sequence[nn.Parameter]) -> int:
-        """Returns the most bytes that a step allocates and frees again; see `step_bytes`.
-
-        Args:
-            own: parameters that it steps.
-        """
+        """Returns the most bytes that a step allocates and frees again; see `step_bytes`."""
         stepped = own if self.given_bytes is None else ()
         return step_bytes(self.optimizer or torch.optim.Adam, stepped, self.together)
 
@@ -160,12 +151,6 @@ def step_bytes(optimizer: OptimizerLike, parameters: Iterable[nn.Parameter], tog
 
     Of a class that `STEPS` has not it is 0: gradients of one more backward, which a plan counts
     and which are gone by then, leave room for a tensor like each parameter.
-
-    Args:
-        optimizer: class, partial or optimizer, as for `state_bytes`.
-        parameters: parameters that it steps.
-        together: whether they are stepped together unless the optimizer says otherwise, as on a
-            GPU.
     """
     if isinstance(optimizer, Optimizer):
         kind, options = type(optimizer), list(optimizer.param_groups)
@@ -186,11 +171,6 @@ def step_bytes(optimizer: OptimizerLike, parameters: Iterable[nn.Parameter], tog
 
 def state_bytes(optimizer: OptimizerLike, parameters: Iterable[nn.Parameter]) -> dict[int, int]:
     """Returns `id(parameter)` -> bytes of its state, of those that the optimizer trains.
-
-    Args:
-        optimizer: class (its defaults hold), partial of one, or optimizer, whose groups' options
-            hold and which trains its own parameters only.
-        parameters: parameters of the model.
 
     Raises:
         PlanError: its class has no formula, and its state follows no formula of sizes.

@@ -312,12 +312,7 @@ _RANKS = "ranks of "
 
 
 def at_ranks(size: sympy.Expr, sp: GroupSize) -> sympy.Expr:
-    """Returns a size with the number of each group's ranks put in.
-
-    Args:
-        size: transient bytes of a call.
-        sp: ranks of every group, or group name -> ranks.
-    """
+    """Returns a size with the number of each group's ranks put in."""
     groups = {s: s.name.removeprefix(_RANKS) for s in groups_in(size)}
     ranks = {s: sp if isinstance(sp, int) else sp(name) for s, name in groups.items()}
     return sympy.expand(size.xreplace(ranks)) if ranks else size

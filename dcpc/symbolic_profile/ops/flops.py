@@ -40,13 +40,7 @@ class Cost:
 
 
 def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1) -> Cost | None:
-    """Returns the cost of a node; None for a view, an integer, a placeholder: they cost nothing.
-
-    Args:
-        node: a node of a forward or backward graph.
-        facts: reader of its values.
-        sp: ranks of a collective's group, which the call names in its last argument.
-    """
+    """Returns the cost of a node; None for a view, an integer, a placeholder: they cost nothing."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     fresh = facts.fresh(node)

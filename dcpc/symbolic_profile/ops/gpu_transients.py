@@ -19,6 +19,7 @@ from dcpc.symbolic_profile.ops import attention
 from dcpc.symbolic_profile.ops.convolutions import gpu_convolution, gpu_convolution_backward
 from dcpc.symbolic_profile.ops.facts import CallFacts, argument
 from dcpc.symbolic_profile.ops.kernel_transients import (
+    copies,
     cross_entropy_with_logits,
     loss,
     scatter_mean,
@@ -131,14 +132,6 @@ def _ring_backward(call: CallFacts) -> sympy.Expr:
     return held if _kernel(call) == "blocks" else held + _own(call)
 
 
-def _copies(*names: str) -> Callable[[CallFacts], sympy.Expr]:
-    def formula(call: CallFacts) -> sympy.Expr:
-        operands = (call.tensor(name) for name in names)
-        return sympy.Add(*(t.size_bytes for t in operands if not t.contiguous()))
-
-    return formula
-
-
 def _batch(*names: str) -> Callable[[CallFacts], sympy.Expr]:
     """Returns the formula: a dense copy of each batch of matrices that cuBLAS cannot read.
 
@@ -158,7 +151,7 @@ def _embedding_backward(call: CallFacts) -> sympy.Expr:
     index at a time, as many as rows where all indices differ.
     """
     grad, indices = call.tensor("grad_output"), call.tensor("indices")
-    return _copies("grad_output")(call) + 4 * grad.numel + 4 * 8 * indices.numel
+    return copies("grad_output")(call) + 4 * grad.numel + 4 * 8 * indices.numel
 
 
 # Not read in a source, as the rest is: what the CPU takes to widen half precision is left out.
@@ -172,13 +165,13 @@ GPU_TRANSIENTS: dict[str, Callable[[CallFacts], sympy.Expr]] = {
     "dcpc::attention_mask_backward": attention.mask_backward,
     "dcpc::ring_attention_forward": attention.ring_forward_bound,
     "dcpc::ring_attention_backward": _ring_backward,
-    "aten::native_layer_norm_backward": _copies("grad_out", "input"),
+    "aten::native_layer_norm_backward": copies("grad_out", "input"),
     "aten::convolution": gpu_convolution,
     "aten::convolution_backward": gpu_convolution_backward,
     # Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu (`_fused_rms_norm_cuda` and backward);
     # not modelled: of many narrow rows a 32nd of the input, for sums of the weight's gradient.
-    "aten::_fused_rms_norm": _copies("input"),
-    "aten::_fused_rms_norm_backward": _copies("grad_out", "input"),
+    "aten::_fused_rms_norm": copies("input"),
+    "aten::_fused_rms_norm_backward": copies("grad_out", "input"),
     "aten::bmm": _batch("self", "mat2"),
     "aten::baddbmm": _batch("batch1", "batch2"),
     "aten::embedding_dense_backward": _embedding_backward,

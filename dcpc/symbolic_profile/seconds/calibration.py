@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-import math
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from dcpc.errors import ProfileError
-from dcpc.symbolic_profile.seconds.fits import ClassFit, CollectiveFit, Fits
+from dcpc.symbolic_profile.seconds.fits import Fits, Number
 
 VERSION = 3  # since 2 with a digest of all else, since 3 with the price of far bytes
-_DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,7 @@ class CalibrationKey:
     graphs: tuple[str, ...]
 
     def differences(self, wanted: CalibrationKey, anywhere: bool) -> list[str]:
-        """Returns a text for each field that is not as wanted.
-
-        Args:
-            wanted: key of the plan that is to use the calibration.
-            anywhere: whether the plan is for another machine.
-        """
+        """Returns a text for each field that is not as wanted."""
         skipped = {"machine"} if anywhere else set()
         return [
             f"{_WORDS.get(f.name, f.name)} {_text(getattr(self, f.name))} (expected "
@@ -72,8 +67,8 @@ class CalibratedPoint:
     """
 
     sizes: Mapping[str, int]
-    measured_s: float
-    predicted_s: float
+    measured_s: Number
+    predicted_s: Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,25 +85,11 @@ class Calibration:
     key: CalibrationKey
     fits: Fits
     points: tuple[CalibratedPoint, ...]
-    seconds_s: float
+    seconds_s: Number
 
     def write(self, file: str | Path) -> None:
         """Writes the file."""
-        fits = {
-            "classes": [{**asdict(c), "dtype": str(c.dtype)} for c in self.fits.classes],
-            "collectives": [asdict(c) for c in self.fits.collectives],
-            "flops_per_s": {str(dtype): rate for dtype, rate in self.fits.flops_per_s},
-            "memory_bytes_per_s": self.fits.memory_bytes_per_s,
-            "launch_s": self.fits.launch_s,
-            "error": self.fits.error,
-        }
-        data = {
-            "version": VERSION,
-            "key": asdict(self.key),
-            "fits": fits,
-            "points": [{**asdict(p), "sizes": dict(p.sizes)} for p in self.points],
-            "seconds_s": self.seconds_s,
-        }
+        data = {"version": VERSION, **_file().dump_python(self, mode="json")}
         data["digest"] = _digest(data)
         path = Path(file)
         try:
@@ -132,7 +113,7 @@ class Calibration:
             data = json.loads(Path(file).read_text(encoding="utf-8"))
             version = data["version"]
             if version == VERSION:
-                found = _calibration(data)
+                found = _file().validate_python(data)
                 digest = data.pop("digest")
         except OSError as e:
             raise ProfileError(
@@ -140,8 +121,10 @@ class Calibration:
                 "wrote; name one"
             ) from e
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            first = e.errors()[0] if isinstance(e, ValidationError) else None
+            said = f"{type(e).__name__} {e}" if first is None else _problem(first)
             raise ProfileError(
-                f"calibration {file}: got {type(e).__name__} {e}; expected what `dcpc calibrate` "
+                f"calibration {file}: got {said}; expected what `dcpc calibrate` "
                 "wrote; run it again"
             ) from e
         if version != VERSION:
@@ -163,10 +146,6 @@ class Calibration:
 
     def check(self, wanted: CalibrationKey, anywhere: bool = False) -> None:
         """Refuses a calibration of something else.
-
-        Args:
-            wanted: key of the plan that is to use it.
-            anywhere: whether the plan is for another machine.
 
         Raises:
             ProfileError: names each difference.
@@ -198,69 +177,14 @@ def _digest(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _calibration(data: Mapping[str, Any]) -> Calibration:
-    fits = data["fits"]
-    key = dict(data["key"])
-    return Calibration(
-        key=CalibrationKey(**{**key, "graphs": tuple(key["graphs"])}),
-        fits=Fits(
-            classes=tuple(_class_fit(c) for c in fits["classes"]),
-            collectives=tuple(_collective_fit(c) for c in fits["collectives"]),
-            flops_per_s=tuple(
-                (_dtype(name), _positive(r)) for name, r in fits["flops_per_s"].items()
-            ),
-            memory_bytes_per_s=_number(fits["memory_bytes_per_s"]),
-            launch_s=_number(fits["launch_s"]),
-            error=_number(fits["error"]),
-        ),
-        points=tuple(
-            CalibratedPoint(
-                {str(n): int(s) for n, s in p["sizes"].items()},
-                _number(p["measured_s"]),
-                _number(p["predicted_s"]),
-            )
-            for p in data["points"]
-        ),
-        seconds_s=_number(data["seconds_s"]),
-    )
+@functools.cache
+def _file() -> TypeAdapter[Calibration]:
+    """Returns the reader and writer of a file's data; made when the first file is met."""
+    return TypeAdapter(Calibration)
 
 
-def _class_fit(c: Mapping[str, Any]) -> ClassFit:
-    return ClassFit(
-        op_class=str(c["op_class"]),
-        forward=bool(c["forward"]),
-        dtype=_dtype(c["dtype"]),
-        launch_s=_number(c["launch_s"]),
-        s_per_flop=_number(c["s_per_flop"]),
-        s_per_byte=_number(c["s_per_byte"]),
-        near_bytes=_number(c["near_bytes"]),
-        s_per_far_byte=_number(c["s_per_far_byte"]),
-        knots=tuple((_positive(x), _positive(y)) for x, y in c["knots"]),
-    )
-
-
-def _collective_fit(c: Mapping[str, Any]) -> CollectiveFit:
-    alpha_s, s_per_byte = _number(c["alpha_s"]), _positive(c["s_per_byte"])
-    return CollectiveFit(str(c["op"]), int(c["ranks"]), alpha_s, s_per_byte)
-
-
-def _number(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(f"{value} where a number from 0 up belongs")
-    return number
-
-
-def _positive(value: Any) -> float:
-    if not _number(value) > 0:
-        raise ValueError(f"{value} where a number above 0 belongs")
-    return float(value)
-
-
-def _dtype(name: Any) -> torch.dtype:
-    if name not in _DTYPES:
-        raise ValueError(f"{name!r} where a dtype of torch belongs")
-    return _DTYPES[name]
+def _problem(error: Mapping[str, Any]) -> str:
+    return f"{'.'.join(map(str, error['loc']))}: {error['msg']}"
 
 
 def _text(value: Any) -> str:

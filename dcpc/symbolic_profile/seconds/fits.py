@@ -4,12 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator
 
 from dcpc.ir import Work
+
+_DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+
+
+def _dtype(name: Any) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ValueError(f"{name!r} where a dtype of torch belongs")
+    return _DTYPES[name]
+
+
+# As in the file of a calibration, whose reader refuses others.
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Dtype = Annotated[torch.dtype, PlainValidator(_dtype), PlainSerializer(str)]
+Rates = Annotated[
+    tuple[tuple[Dtype, Rate], ...],
+    BeforeValidator(lambda rates: tuple(rates.items())),
+    PlainSerializer(lambda rates: {str(dtype): rate for dtype, rate in rates}),
+]
 
 # Slope below the first knot at most: FLOPs grow with the square of a length, FLOPs a byte with the
 # length, so this is a call that takes as long however short it is.
@@ -51,21 +71,16 @@ class ClassFit:
 
     op_class: str
     forward: bool
-    dtype: torch.dtype
-    launch_s: float
-    s_per_flop: float = 0.0
-    s_per_byte: float = 0.0
-    near_bytes: float = 0.0
-    s_per_far_byte: float = 0.0
-    knots: tuple[tuple[float, float], ...] = ()
+    dtype: Dtype
+    launch_s: Number
+    s_per_flop: Number = 0.0
+    s_per_byte: Number = 0.0
+    near_bytes: Number = 0.0
+    s_per_far_byte: Number = 0.0
+    knots: tuple[tuple[Rate, Rate], ...] = ()
 
     def busy_s(self, flops: Any, moved: Any) -> Any:
-        """Returns a call's seconds without `launch_s`: a number, or an array of them.
-
-        Args:
-            flops: FLOPs of the call.
-            moved: bytes it reads and writes.
-        """
+        """Returns a call's seconds without `launch_s`: a number, or an array of them."""
         if not self.knots:
             far = np.maximum(moved - self.near_bytes, 0.0)
             return flops * self.s_per_flop + moved * self.s_per_byte + far * self.s_per_far_byte
@@ -91,8 +106,8 @@ class CollectiveFit:
 
     op: str
     ranks: int
-    alpha_s: float
-    s_per_byte: float
+    alpha_s: Number
+    s_per_byte: Rate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,10 +125,10 @@ class Fits:
 
     classes: tuple[ClassFit, ...]
     collectives: tuple[CollectiveFit, ...]
-    flops_per_s: tuple[tuple[torch.dtype, float], ...]
-    memory_bytes_per_s: float
-    launch_s: float
-    error: float
+    flops_per_s: Rates
+    memory_bytes_per_s: Number
+    launch_s: Number
+    error: Number
 
     def of(self, call: CallKind | Work) -> ClassFit | None:
         """Returns the fit for a call; of its other direction or another dtype where it has none.

@@ -7,7 +7,6 @@ two plans is more to be trusted than either's seconds. "assumed" marks a figure 
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass, replace
 
 import torch
@@ -250,34 +249,3 @@ def calibrated(device: Device, fits: Fits) -> Device:
         launch_s=fits.launch_s or device.launch_s,
         fits=fits,
     )
-
-
-def calibrate_cpu() -> Device:
-    """Returns the CPU with its float32 matmul and copy rates measured now, in well under a second.
-
-    The other rates are scaled along. Not for decisions that ranks must take alike: each measures
-    its own.
-    """
-    a = torch.randn(512, 512)
-    x = torch.randn(16_000_000)  # 64 MB: more than a cache
-    y = torch.empty_like(x)
-    matmul_s = _fastest_s(lambda: a @ a)
-    copy_s = _fastest_s(lambda: y.copy_(x))
-    flops_per_s = 2 * 512**3 / matmul_s
-    scale = flops_per_s / CPU_CORE.matmul_flops_per_s(torch.float32)
-    return replace(
-        detect() if not torch.cuda.is_available() else CPU_CORE,
-        flops_per_s=tuple((dtype, rate * scale) for dtype, rate in CPU_CORE.flops_per_s),
-        memory_bytes_per_s=2 * x.nbytes / copy_s,
-    )
-
-
-def _fastest_s(call: object) -> float:
-    assert callable(call)
-    call()
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)

@@ -50,10 +50,6 @@ def share_casts(graph: fx.Graph, parameters: Collection[str]) -> None:
     """Keeps one cast of each parameter, the first one, in place.
 
     The gradients of its users are then added in the low precision, as under autocast.
-
-    Args:
-        graph: functional graph.
-        parameters: names of the placeholders that autocast's cache keeps: float32, trainable.
     """
     first: dict[tuple[str, str], fx.Node] = {}
     for node in list(graph.nodes):

@@ -495,12 +495,7 @@ def _program(
 
 
 def hash_of(code: str, facts: str) -> str:
-    """Returns a hash of a graph, independent of the device, as each rank has its own device.
-
-    Args:
-        code: Python code of the graph.
-        facts: text of facts that the code lacks, such as the parameters' shapes and dtypes.
-    """
+    """Returns a hash of a graph, independent of the device, as each rank has its own device."""
     text = _DEVICE.sub("device", code) + facts
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

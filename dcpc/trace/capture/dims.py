@@ -95,12 +95,7 @@ def longer_sizes(least: Mapping[str, int], error: ExampleError) -> dict[str, int
 
 
 def named_dims(buckets: Buckets, least: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Returns a torch.export `Dim` for every named dim that can be larger than 1.
-
-    Args:
-        buckets: buckets with the range of each dim.
-        least: shortest length of each dim in the trace; default: the smallest bucket's.
-    """
+    """Returns a torch.export `Dim` for every named dim that can be larger than 1."""
     dims: dict[str, Any] = {}
     for name in buckets.names:
         low, high = buckets.range_of(name)
@@ -150,11 +145,6 @@ def _chosen(
     Distinct, because torch silently merges two symbols of equal size. Prime if the range has one,
     else odd: at an even height a model that pads to a multiple of 2 pads nothing, and torch would
     assume so everywhere, while the trace of an odd height serves all heights.
-
-    Args:
-        buckets: buckets of the trace.
-        dims: dims that can be larger than 1, with their ranges.
-        besides: sizes to avoid if the range has others.
     """
     hints: dict[str, int] = {}
     taken: set[int] = set()

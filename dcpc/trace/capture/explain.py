@@ -20,14 +20,7 @@ _CLASS_LOSSES = ("nll_loss", "nll_loss2d", "nll_loss_nd", "cross_entropy_loss")
 def explained(
     error: Exception, model: nn.Module, buckets: Buckets, hints: Mapping[str, int]
 ) -> str:
-    """Returns the text of a TraceError: torch's reason, the user's source line, and the remedy.
-
-    Args:
-        error: torch's error while it captured the model.
-        model: user's module.
-        buckets: buckets that the model is captured for.
-        hints: size of each named dim in the trace.
-    """
+    """Returns the text of a TraceError: torch's reason, the user's source line, and the remedy."""
     text = str(error)
     reason = next(
         (line.strip() for line in text.splitlines() if line.strip()), type(error).__name__
@@ -99,13 +92,7 @@ def _passed_on(text: str, model: nn.Module, buckets: Buckets) -> str:
 
 
 def of_sizes(error: Exception, buckets: Buckets, hints: Mapping[str, int]) -> bool:
-    """Returns whether torch's refusal may depend on the example sizes of the trace.
-
-    Args:
-        error: torch's error while it captured the model.
-        buckets: buckets that the model is captured for.
-        hints: size of each named dim in the trace.
-    """
+    """Returns whether torch's refusal may depend on the example sizes of the trace."""
     said = str(error) + type(error).__name__
     if isinstance(error, TypeError) or any(word in said for word in _OF_VALUES):
         return False
@@ -215,9 +202,6 @@ def refuse_numbers(graph: fx.Graph, lines: Sequence[str]) -> None:
 
 def refuse_labels(graph: fx.Graph) -> None:
     """Refuses class labels of a dtype that torch's losses do not take, though Inductor does.
-
-    Args:
-        graph: captured forward graph.
 
     Raises:
         TraceError: a loss has such labels, which the message names with its line.

@@ -163,15 +163,7 @@ class _NewGraph:
         return node
 
     def add(self, like: fx.Node, func: OpOverload, args: Any, kwargs: Any, value: Any) -> None:
-        """Adds one of the calls that a composite call consists of.
-
-        Args:
-            like: composite call in the given graph.
-            func: op to call.
-            args: positional arguments: fake tensors and sizes.
-            kwargs: keyword arguments: fake tensors and sizes.
-            value: fake result of the call.
-        """
+        """Adds one of the calls that a composite call consists of."""
         args, kwargs = map_aggregate((args, dict(kwargs)), self.node_of)
         node = self.graph.call_function(func, args, kwargs)
         node.meta |= {k: like.meta[k] for k in ("stack_trace", "nn_module_stack") if k in like.meta}

@@ -30,10 +30,6 @@ def detach_without_grad(exported: ExportedProgram, learning: set[str]) -> None:
     Such a block is a nested graph. When the graph is made functional the block is inlined, which
     would lose the fact that no gradient flows out of it.
 
-    Args:
-        exported: exported program.
-        learning: names of the placeholders that require a gradient.
-
     Raises:
         TraceError: forward writes to a tensor with a gradient in such a block or through `detach`.
             Autograd ignores that write, and a graph cannot express this.
@@ -84,11 +80,6 @@ def without_input_writes(
     """Drops values that forward wrote to its inputs from a graph's outputs, with a warning.
 
     The graph computes with the written values, as a functional one does; a caller's tensors stay.
-
-    Args:
-        gm: a copy of the program's graph; changed.
-        exported: the functional program.
-        names: names of the inputs, in its order.
     """
     signature, output = exported.graph_signature, gm.graph.output_node()
     returned: Any = output.args[0]
@@ -109,9 +100,6 @@ def without_input_writes(
 
 def refuse_strangers(outputs: Sequence[Tensor]) -> None:
     """Refuses outputs whose gradient reaches a tensor that does not belong to the model.
-
-    Args:
-        outputs: outputs during capture, when the model's own tensors are fake.
 
     Raises:
         TraceError: there is such a tensor; the graph would hold it as a constant.
@@ -169,12 +157,7 @@ def trainable(exported: ExportedProgram) -> set[str]:
 
 
 def flowing(graph: fx.Graph, learning: set[str]) -> set[object]:
-    """Returns the nodes whose results carry a gradient.
-
-    Args:
-        graph: exported graph, which may have nested blocks without gradients.
-        learning: names of the placeholders that require a gradient.
-    """
+    """Returns the nodes whose results carry a gradient."""
     found: set[object] = set()
     for node in graph.nodes:
         if node.op == "placeholder":

@@ -98,9 +98,6 @@ class ModuleState:
         """Whether every object is the same one as before; if not, `entries` may still be equal.
 
         It takes about 1 us for each module and each tensor, as it runs at every call.
-
-        Args:
-            model: user's module.
         """
         return (
             model is self._model
@@ -111,12 +108,7 @@ class ModuleState:
         )
 
     def changes(self, now: ModuleState, besides: Collection[str] = ()) -> list[str]:
-        """Returns the differences of a later state from this one, a line each, outermost first.
-
-        Args:
-            now: later state.
-            besides: names to leave out.
-        """
+        """Returns the differences of a later state from this one, a line each, outermost first."""
         found: list[str] = []
         replaced: list[str] = []
         for name in {**self.entries, **now.entries}:
@@ -359,10 +351,6 @@ def holding(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
 
     `torch.func.functional_call` cannot be used: with a module that has two names it leaves its own
     tensors in place (torch 2.13), as it swaps them twice and takes the first ones for the model's.
-
-    Args:
-        model: module whose parameters and buffers are replaced.
-        others: id of a parameter or buffer -> tensor to put in its place.
     """
     before: list[tuple[Any, Any, Any]] = []
     try:
@@ -375,10 +363,6 @@ def holding(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
 
 def put_in_place(model: nn.Module, others: Mapping[int, Tensor]) -> list[tuple[Any, Any, Any]]:
     """Puts other tensors in place of a model's parameters and buffers, for good.
-
-    Args:
-        model: module whose parameters and buffers are replaced.
-        others: id of a parameter or buffer -> tensor to put in its place.
 
     Returns:
         The replaced tensors, as (container, key, tensor).

@@ -21,10 +21,6 @@ def order_preparations(graph: fx.Graph, parameters: Collection[str]) -> None:
 
     Values that many blocks read then precede those that the first block prepares for itself, so
     that this block begins as the others do.
-
-    Args:
-        graph: graph without dead code.
-        parameters: names of the parameters' placeholders.
     """
     stays = staying(graph, parameters)
     calls = [n for n in graph.nodes if n.op != "placeholder"]
@@ -45,12 +41,7 @@ def order_preparations(graph: fx.Graph, parameters: Collection[str]) -> None:
 
 
 def staying(graph: fx.Graph, parameters: Collection[str]) -> set[fx.Node]:
-    """Returns the nodes that depend on a parameter or draw random numbers.
-
-    Args:
-        graph: graph of a program.
-        parameters: names of the parameters' placeholders.
-    """
+    """Returns the nodes that depend on a parameter or draw random numbers."""
     stays: set[fx.Node] = set()
     for node in graph.nodes:
         given = node.name in parameters if node.op == "placeholder" else node.op != "call_function"

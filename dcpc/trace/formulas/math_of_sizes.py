@@ -76,9 +76,6 @@ def math_of_sizes(model: nn.Module) -> Iterator[None]:
     """Makes the functions of `math` accept symbolic lengths, process-wide, within its block.
 
     It also lets torch.export accept calls of these functions; by itself it accepts only `sym_sqrt`.
-
-    Args:
-        model: module whose source files may have imported such functions by name.
     """
     kept = {name: getattr(math, name) for name in FUNCTIONS}
     changed = {own: _either(FUNCTIONS[name], own) for name, own in kept.items()}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sympy import divisors
 from torch import nn
 
 from dcpc.buckets import Bucket, Buckets
 from dcpc.compiled.pipeline.trained.cutting import CutModel, cut_model
 from dcpc.errors import DcpcError, PlanError
 from dcpc.plan.planning import Planned
-from dcpc.runtime.groups.groups import divisors
 from dcpc.runtime.planner.plans import StepPlan
 from dcpc.runtime.planner.speeds import Speeds
 from dcpc.runtime.planner.step_planner import Allowed, plan_step

@@ -30,10 +30,6 @@ _DO = "make the plan again; a schedule written by hand needs the order that chec
 def check(schedule: PipelineSchedule, micro_batches: int) -> None:
     """Returns if the schedule runs to its end on any timing.
 
-    Args:
-        schedule: schedule of all stages.
-        micro_batches: number of micro-batches of the step.
-
     Raises:
         PlanError: an action is missing, is there twice or comes too early; two neighbours have
             different orders; or stages wait for each other in a circle.

@@ -21,12 +21,7 @@ Settings = Sequence[Sequence[int]]
 
 
 def one_f_one_b(sequence: Sequence[int], settings: Settings) -> PipelineSchedule:
-    """Returns 1F1B: as many forwards first as stages follow, then one forward, one backward.
-
-    Args:
-        sequence: micro-batches in order.
-        settings: [stage][micro-batch].
-    """
+    """Returns 1F1B: as many forwards first as stages follow, then one forward, one backward."""
     stages, count = len(settings), len(sequence)
     orders = []
     for s in range(stages):
@@ -48,11 +43,6 @@ def adaptive(
     forward waits where memory is short. Its own message is there in the next cycle.
 
     Source: DynaPipe (EuroSys 2024), section 5.
-
-    Args:
-        work: bytes are all that counts here.
-        sequence: micro-batches in order.
-        settings: [stage][micro-batch].
 
     Returns:
         None if memory does not allow any forward to go on.

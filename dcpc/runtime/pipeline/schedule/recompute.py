@@ -14,11 +14,6 @@ def fitted(
 
     Where they do not fit, the micro-batch whose next setting frees most bytes a second takes it,
     until they do or nobody has another one.
-
-    Args:
-        work: settings, and bytes of each stage.
-        sequence: micro-batches in order.
-        caps: micro-batches that each stage is to hold.
     """
     return tuple(
         _stage(work.costs[s], sequence, caps[s], work.memory_bytes[s]) for s in range(work.stages)

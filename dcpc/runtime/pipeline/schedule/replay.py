@@ -81,10 +81,6 @@ class PipelineReplay:
 def replay(work: PipelineWork, schedule: PipelineSchedule) -> PipelineReplay:
     """Returns the times of all actions, and the bytes held.
 
-    Args:
-        work: costs of the step.
-        schedule: schedule that `check` lets pass.
-
     Raises:
         PlanError: stages wait for each other.
     """

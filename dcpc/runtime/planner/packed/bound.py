@@ -104,12 +104,7 @@ def averaged_bound(work: PackedWork) -> float:
 
 
 def packed_bound(work: PackedWork, most_s: float) -> float:
-    """Returns a lower bound of the seconds of a step.
-
-    Args:
-        work: the batch.
-        most_s: seconds of a plan that is known.
-    """
+    """Returns a lower bound of the seconds of a step."""
     needs = _Needs(work)
     low_s, high_s = _averaged(needs), most_s
     while high_s > low_s * (1 + _FINELY):

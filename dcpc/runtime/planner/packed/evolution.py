@@ -34,14 +34,7 @@ _AGAINST = 1e5
 
 
 def evolved(work: PackedWork, best: PackedDraft, turns: Iterable[int], seed: int) -> PackedDraft:
-    """Returns the micro-batches found that end earliest, or `best`.
-
-    Args:
-        work: sequences of the batch.
-        best: micro-batches to begin with.
-        turns: one entry for each turn to search.
-        seed: seed of the random choices.
-    """
+    """Returns the micro-batches found that end earliest, or `best`."""
     best_s = float(best.ends_s().max())
     target_s, random = best_s * (1 - _BELOW), np.random.default_rng(seed)
     lines: list[_Line] = []
@@ -81,11 +74,7 @@ class _Line:
         self._next = 0
 
     def turn(self, step_s: float) -> Layout:
-        """Returns a layout by changed wishes, which become the line's where it has more to spare.
-
-        Args:
-            step_s: seconds of its step.
-        """
+        """Returns a layout by changed wishes, the line's from now on where it has more to spare."""
         if step_s != self._step_s:
             self._step_s = step_s
             self._spare = self._laid(self._keys, self._against, -np.inf).spare

@@ -55,13 +55,7 @@ class ShortFluid:
         return np.asarray(np.interp(left_s, self._at, self._tokens))
 
     def group_tokens(self, left_s: Floats, room: Floats, kind: Integers) -> tuple[Floats, Floats]:
-        """Returns B of groups, and the b of each; -inf: a group has no time for its own sequences.
-
-        Args:
-            left_s: seconds that each group has left.
-            room: tokens that its micro-batches have room for.
-            kind: number of each group's kind.
-        """
+        """Returns B of groups, and b of each; -inf: a group has no time for its own sequences."""
         degree, pace_s = self.work.degree[kind], self.work.pace_s[kind]
         top = np.maximum(0.0, np.minimum(room, left_s / pace_s))
         best, best_b = degree * self.rank_tokens(left_s), np.zeros_like(top)

@@ -69,9 +69,6 @@ class BinKind:
 
         They are interpolated by token or by sequence, whichever is less: the first is right where
         they grow with the square of a length, the other where they do not grow.
-
-        Args:
-            lengths: tokens of each sequence.
         """
         at, token_s, each_s = self._at
         by_token = lengths * np.interp(lengths, at, token_s)

@@ -54,13 +54,7 @@ class PackedPrices:
     )
 
     def searched(self, lengths: tuple[int, ...], table: PlanTable, keys: Sequence[int]) -> Searched:
-        """Returns the search's result for a batch; it is cached until the next batch.
-
-        Args:
-            lengths: tokens of the sequences, the longest first.
-            table: rows to choose from.
-            keys: numbers of the buckets that may be used.
-        """
+        """Returns the search's result for a batch; it is cached until the next batch."""
         batch = table.hash, tuple(keys), lengths
         if batch not in self._last:
             _, worth_having = self.kinds(table, keys)
@@ -71,12 +65,7 @@ class PackedPrices:
         return self._last[batch]
 
     def kinds(self, table: PlanTable, keys: Sequence[int]) -> _Kinds:
-        """Returns the rows of a table as bins, all of them and those worth having.
-
-        Args:
-            table: rows to choose from; batches of one table have these in common.
-            keys: numbers of the buckets that may be used.
-        """
+        """Returns the rows of a table as bins, all of them and those worth having."""
         of_what = table.hash, tuple(keys)
         if of_what not in self._known:
             every = [
@@ -94,14 +83,7 @@ class PackedPrices:
         return bucket.shape_key if self.to_bucket else self.own.padded(bucket, ((name, tokens),))
 
     def kind(self, key: int, number: int, bucket: Bucket, row: PlanRow) -> BinKind:
-        """Returns a row of the table as a bin, its seconds as a formula.
-
-        Args:
-            key: number of the bucket.
-            number: number of the row in the bucket's rows.
-            bucket: bucket of the row.
-            row: row of the table.
-        """
+        """Returns a row of the table as a bin, its seconds as a formula."""
         ((_, room),) = bucket.shape_key
         tokens = row.micro_batch * room
         lengths = [room]
@@ -153,13 +135,6 @@ def plan_packed(
 
     There are two plans where an evolution found another one, which by the rows' formulas ends
     earlier.
-
-    Args:
-        sequences: id and tokens of each sequence.
-        table: rows to choose from.
-        keys: numbers of the buckets that may be used.
-        prices: seconds of micro-batches.
-        turns: turns of the evolution.
 
     Raises:
         PlanError: a sequence is longer than every bucket.

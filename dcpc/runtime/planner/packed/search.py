@@ -39,11 +39,7 @@ class Searched:
     bound_s: float
 
     def further(self, turns: Iterable[int]) -> Searched:
-        """Returns these drafts, and after them the best of an evolution where that ends earlier.
-
-        Args:
-            turns: turns of the evolution, which begins with the best draft.
-        """
+        """Returns these drafts, and after them the best of an evolution where that ends earlier."""
         best = min(self.drafts, key=lambda draft: float(draft.ends_s().max()))
         if float(best.ends_s().max()) <= self.bound_s:
             return self
@@ -52,11 +48,7 @@ class Searched:
 
 
 def search(work: PackedWork) -> Searched:
-    """Returns micro-batches of a batch to choose from, and a lower bound of its seconds.
-
-    Args:
-        work: the batch.
-    """
+    """Returns micro-batches of a batch to choose from, and a lower bound of its seconds."""
     least_s = averaged_bound(work)
     # In so long a step one group could run all sequences one by one.
     longest_s = float(work.alone_s().min(axis=0).sum()) + least_s

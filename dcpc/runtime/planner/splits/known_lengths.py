@@ -63,14 +63,7 @@ def lengths_json(
     table: PlanTable,
     plan: Callable[[BatchLengths], object],
 ) -> dict[str, Any]:
-    """Returns lengths as plain data, with the answers that planning these samples needs.
-
-    Args:
-        lengths: lengths of the samples.
-        samples: id and bucket of each sample.
-        table: the rows to choose from.
-        plan: function that plans the samples with these lengths.
-    """
+    """Returns lengths as plain data, with the answers that planning these samples needs."""
     own = lengths.own
     known = KnownLengths(table, own)
     fresh = OwnLengths(known.runs_at, known.seconds_at, own.least, own.multiple)
@@ -87,13 +80,7 @@ def lengths_json(
 def lengths_of(
     data: Mapping[str, Any], samples: Sequence[tuple[int, Bucket]], table: PlanTable
 ) -> BatchLengths:
-    """Returns the lengths in the data of `lengths_json`.
-
-    Args:
-        data: result of `lengths_json`.
-        samples: id and bucket of each sample.
-        table: the rows to choose from.
-    """
+    """Returns the lengths in the data of `lengths_json`."""
     known = KnownLengths(table)
     known.right = {tuple(map(int, key)): bool(right) for *key, right in data["right"]}
     known.seconds_s = {tuple(map(int, key)): float(s) for *key, s in data["seconds_s"]}

@@ -33,10 +33,6 @@ def share_padding(
 
     None where that is not possible: a bucket has no row of one rank, or of two buckets neither
     holds the other.
-
-    Args:
-        samples: id and bucket of each.
-        table: the rows to choose from.
     """
     present = sorted({table.key(b) for _, b in samples}, key=lambda k: table.buckets[k].shape_key)
     present.sort(key=lambda k: sum(holds(table.buckets[k], table.buckets[j]) for j in present))
@@ -72,13 +68,6 @@ def split_by_length(
     """Returns micro-batches of a bucket, without ranks, each at the length of its longest sample.
 
     None where there are too many samples.
-
-    Args:
-        ids: samples of the bucket.
-        bucket: bucket of the samples.
-        rows: rows of one degree.
-        lengths: lengths of the samples.
-        world: number of ranks.
     """
     if len(ids) > MOST_SAMPLES:
         return None

@@ -94,12 +94,7 @@ def _run_bytes(call: CallFacts, backward: bool) -> sympy.Expr:
 
 
 def _by_sharers(call: CallFacts, held: Callable[[sympy.Expr], sympy.Expr]) -> sympy.Expr:
-    """Returns the bytes of an attention that makes a call for each row of a mask shared by samples.
-
-    Args:
-        call: call of the attention.
-        held: function from the number of calls that share out the samples to the bytes.
-    """
+    """Returns the bytes where each row of a mask that samples share has a call of its own."""
     mask, samples = call.given("mask"), call.tensor("query").shape[0]
     if mask is None or mask.shape[0] in (1, samples):
         return held(ONE)
