@@ -27,7 +27,8 @@ from torch.utils.flop_counter import flop_registry
 import dcpc
 from benchmarks.harness import Cell, parser, print_table, write_report
 from benchmarks.unpad_flattened import flattened_call, flattened_error, llama
-from dcpc.commands.check import gradient_errors, loss_error, plain
+from dcpc.verify.exactness import gradient_errors, loss_error
+from dcpc.verify.reference import plain
 from tests.cases.unpad_t5 import INPUTS as T5_INPUTS
 from tests.cases.unpad_t5 import batch_of as t5_batch
 from tests.cases.unpad_t5 import t5

@@ -16,7 +16,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from dcpc.commands.check import gradient_errors, loss_error, plain
+from dcpc.verify.exactness import gradient_errors, loss_error
+from dcpc.verify.reference import plain
 
 
 def llama(width: int, layers: int, heads: int, vocabulary: int) -> nn.Module:

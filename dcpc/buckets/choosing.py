@@ -61,14 +61,6 @@ def sizes_for(
 ) -> list[dict[str, int]]:
     """Returns the sizes of buckets for samples of these lengths, as `Buckets.from_lengths` has it.
 
-    Args:
-        names: named dims, without `batch`.
-        lengths: one entry a sample.
-        count: maximum number of buckets.
-        padding: share of the cost that padding may be.
-        multiple_of: number that sizes are rounded up to a multiple of; for all dims, or by name.
-        seconds: cost of one sample; None: the product of its lengths.
-
     Raises:
         BucketError: an argument is wrong.
     """

@@ -16,38 +16,3 @@ from dcpc.codegen.variant.empty import MISREAD
 from dcpc.codegen.variant.excerpt import excerpt
 from dcpc.codegen.variant.lockstep import Result, integers_of, run_in_step, summed
 from dcpc.codegen.variant.variant import Variant, broken_guards, delivering, resolved
-
-__all__ = [
-    "BACKENDS",
-    "MISREAD",
-    "ROWS_GROUP",
-    "RUN",
-    "VIEWS",
-    "Boxed",
-    "DividedRun",
-    "Key",
-    "Library",
-    "LoweredPair",
-    "Result",
-    "Tracer",
-    "UnitNodes",
-    "Variant",
-    "VariantCall",
-    "bind_group",
-    "broken_guards",
-    "call_of",
-    "check_backend",
-    "compile_graph",
-    "decompositions",
-    "delivering",
-    "divided",
-    "excerpt",
-    "gather_key",
-    "integers_of",
-    "resolved",
-    "run_in_step",
-    "summed",
-    "take_part",
-    "wire_log",
-    "with_quotients",
-]

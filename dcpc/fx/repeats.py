@@ -80,11 +80,5 @@ def aligned(run: RepeatedBlocks, last_read: Sequence[int]) -> int:
 
 
 def crossing(last_read: Sequence[int], border: int, period: int) -> int:
-    """Returns the number of values of one block that later blocks read.
-
-    Args:
-        last_read: index of the last reader of each call's value.
-        border: index of the first call after the block.
-        period: number of calls in a block.
-    """
+    """Returns the number of values of one block that later blocks read."""
     return sum(last_read[i] >= border for i in range(max(border - period, 0), border))

@@ -136,11 +136,6 @@ def times_written(tensor: Tensor) -> int:
 def whole(view: View, result: Tensor, value: Tensor) -> Tensor:
     """Returns a view's operand with a value in place of one of the view's results.
 
-    Args:
-        view: call that made the view.
-        result: result of the call that was written to.
-        value: new value of `result`, of its shape and dtype.
-
     Raises:
         CodegenError: the view's op has no rule.
     """

@@ -306,13 +306,7 @@ def plan_buckets(
 def plan_with_degrees(
     by_bucket: Mapping[Bucket, Priced], request: PlanRequest, degrees: Mapping[Bucket, int]
 ) -> BucketPlans:
-    """Plans like `plan_buckets`, with a given degree for each bucket.
-
-    Args:
-        by_bucket: prices of each bucket's trace.
-        request: options that the plan depends on; its degrees are ignored.
-        degrees: bucket -> ranks of the group.
-    """
+    """Plans like `plan_buckets`, with a given degree for each bucket."""
     plans: dict[Bucket, BucketPlan] = {}
     tables: dict[Bucket, tuple[TriedRow, ...]] = {}
     misfits: dict[Bucket, PlanError] = {}
@@ -447,14 +441,7 @@ def _row(priced: Priced, bucket: Bucket, sp: int, batch: int, request: PlanReque
 
 
 def row_of(study: Study, sizes: Sizes, sp: int, request: PlanRequest) -> TriedRow:
-    """Returns the row of a placement with the least recompute that fits.
-
-    Args:
-        study: prices of the placement.
-        sizes: length of every dim, batch included.
-        sp: ranks of the group.
-        request: options that the plan depends on; its degrees are ignored.
-    """
+    """Returns the row of a placement with the least recompute that fits."""
     batch = sizes.get(BATCH, 1)
 
     def most() -> int:

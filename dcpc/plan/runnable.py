@@ -140,13 +140,6 @@ class Runnable:
         A variant is right wherever its guards on sizes hold; where they do not, another one is
         compiled for these sizes.
 
-        Args:
-            placement: placement of the whole program.
-            menu_step: number of recompute steps taken.
-            sizes: length of each dim, batch included.
-            rank: rank within the group.
-            gathers_again: units that backward gathers again, as for `Priced.made_again`.
-
         Raises:
             CodegenError: no graph that torch traces is right at these sizes.
         """

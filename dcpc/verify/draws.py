@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,13 +44,12 @@ def known_draws(alike: bool) -> dict[Any, Callable[..., Tensor]]:
     With `alike` all numbers of a tensor are equal.
     """
 
-    def uniform(size: Sequence[int], seed: int, salt: int, index: int, *rest: Any) -> Tensor:
-        return known_uniform(size, alike, *rest)
+    def drawn(known: Callable[..., Tensor], size: Sequence[int], *place: Any) -> Tensor:
+        return known(size, alike, *place[3:])  # without seed, salt and index
 
-    def normal(size: Sequence[int], seed: int, salt: int, index: int, *rest: Any) -> Tensor:
-        return known_normal(size, alike, *rest)
-
-    return {torch.ops.dcpc.uniform.default: uniform, torch.ops.dcpc.normal.default: normal}
+    ops = torch.ops.dcpc
+    known = {ops.uniform.default: known_uniform, ops.normal.default: known_normal}
+    return {op: partial(drawn, function) for op, function in known.items()}
 
 
 class KnownParts(TorchDispatchMode):

@@ -145,15 +145,7 @@ class References:
         dtype: torch.dtype,
         times: float,
     ) -> bool:
-        """Whether differences are within the plain model's own rounding, as in a full softmax.
-
-        Args:
-            found: outcome to judge.
-            reference: outcome to compare with.
-            over: names to judge: "loss" and gradients.
-            dtype: dtype that rounds most in `found`.
-            times: multiple of the rounding that is allowed.
-        """
+        """Whether differences are within the plain model's own rounding, as in a full softmax."""
         wide, names = reference.wide or self.fits(wide=True), [n for n in over if n != "loss"]
 
         def run(nudged: Nudged | None) -> LossAndGradients:
@@ -230,14 +222,7 @@ class References:
         changed: Mapping[str, int],
         cases: Callable[[Inputs, Mapping[str, int]], list[Inputs]],
     ) -> Asked | str:
-        """Returns the plain model's losses for inputs made from drawn ones; or the reason for none.
-
-        Args:
-            traced: the trace of the inputs.
-            kinds: kinds of inputs to draw, in the order in which they are tried.
-            changed: lengths other than those of a point.
-            cases: function from the drawn inputs and their lengths to the inputs of each loss.
-        """
+        """Returns the plain model's losses for inputs made from drawn ones, or why it has none."""
         mine, _ = self.groups[self.number(traced)]
         said = ""
         for point in sorted(self.points[self.number(traced)], key=lambda p: not p.short):

@@ -166,10 +166,6 @@ class Verifier:
 
         "micro_batch": on who shares its micro-batch, "padding": on its bucket. Looked up with the
         plain model, on a few drawn samples. Where it cannot be asked nothing is said.
-
-        Args:
-            weigh: function from a micro-batch's inputs to its weight; None: number of its samples.
-            pad: input name -> value that fills it up at its end.
         """
         mine, traced = self.references.groups[0]
         if self.mode == "off" or BATCH not in mine.names or not self.references.fits():

@@ -7,16 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dcpc.commands.check import (
-    SPLITTING,
-    Gradients,
-    SplitModel,
-    gradient_errors,
-    loss_error,
-    nan_as_infinite,
-)
+from dcpc.commands.check import SPLITTING, SplitModel
 from dcpc.trace.loss import Loss
 from dcpc.verify import reference
+from dcpc.verify.exactness import Gradients, gradient_errors, loss_error, nan_as_infinite
 
 __all__ = [
     "SPLITTING",

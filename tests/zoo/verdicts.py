@@ -12,9 +12,10 @@ from importlib import import_module
 
 import torch
 
-from dcpc.commands.check import Prepared, Verdict, compare, nan_as_infinite, prepare
+from dcpc.commands.check import Prepared, Verdict, compare, prepare
 from dcpc.passes.sharding.attention_ways import LOWERINGS
 from dcpc.runtime.groups.local_ranks import run_ranks
+from dcpc.verify.exactness import nan_as_infinite
 from tests.zoo.models import DEPTH, ZooModel
 
 TABLES = {"named": "tests.zoo.models:NAMED", "more": "tests.zoo.more:MORE"}

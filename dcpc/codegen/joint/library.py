@@ -108,14 +108,7 @@ class Library:
     def derivative(
         self, piece: Piece | Renamed, tangents: Mapping[Ref, Tensor], sums: Mapping[int, Tensor]
     ) -> Derivative:
-        """Returns the backward of a piece for gradients of some results.
-
-        Args:
-            piece: piece of this library.
-            tangents: result -> a fake tensor like its gradient.
-            sums: index of an operand that needs a gradient -> a fake tensor like its gradient so
-                far.
-        """
+        """Returns the backward of a piece for gradients of some results."""
         taken = tuple((ref, layout_of(t)) for ref, t in tangents.items())
         added = tuple((i, layout_of(t)) for i, t in sums.items())
         with _named(f"the backward of {piece.call}", [*tangents.values()]):

@@ -16,12 +16,7 @@ from dcpc.ir import DividedBackward, Partition, Schedule
 
 
 def partition(schedule: Schedule, names: Mapping[sympy.Symbol, sympy.Expr]) -> Partition:
-    """Returns the forward and backward graphs of a schedule.
-
-    Args:
-        schedule: schedule of a joint graph; its nodes are copied.
-        names: torch symbol -> expression of the bucket's dims.
-    """
+    """Returns the forward and backward graphs of a schedule."""
     taken = (*schedule.saved, *schedule.backward_primals)
     return Partition(
         forward=_module(schedule.primals, schedule.forward, (*schedule.outputs, *schedule.saved)),

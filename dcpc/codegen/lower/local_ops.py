@@ -99,13 +99,6 @@ def _groups_as_samples(
     """Emits a norm whose number of local groups varies: each group becomes a sample of one group.
 
     The kernel takes the number of groups as a constant, which would differ between ranks.
-
-    Args:
-        on: graph of the rank.
-        node: norm in the program.
-        operands: local operands.
-        count: number of groups on this rank.
-        groups: number of groups on all ranks.
     """
     emit, label = on.integers.emit, on.label(node)
     shape = on.shape(node.name, label)

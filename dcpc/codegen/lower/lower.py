@@ -62,11 +62,6 @@ class Lowered:
         """Returns the distinct integers of the ranks, rank 0 first.
 
         For more than `MOST_RANKS` ranks it takes a sample, with the first and the last.
-
-        Args:
-            dims: length of every dim.
-            p: number of ranks in the group.
-            names: names of the integers to distinguish.
         """
         first = self.local_sizes(dims, p)
         own = [i for i in self.integers if i.name in names and i.role not in COMMON]

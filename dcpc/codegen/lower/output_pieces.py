@@ -34,11 +34,7 @@ class OutputPiece:
     length: int = 0
 
     def of(self, whole: Tensor) -> Tensor:
-        """Returns the same piece of another tensor, such as the labels.
-
-        Args:
-            whole: tensor on every rank, with the output's dims up to the split one.
-        """
+        """Returns the same piece of another tensor, such as the labels."""
         if self.dim is None or self.positions is None:
             return whole
         return whole.index_select(self.dim, self.positions.to(whole.device))

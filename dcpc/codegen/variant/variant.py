@@ -32,9 +32,6 @@ def delivering(deliver: Deliver) -> Iterator[None]:
     The `grad` of such a parameter is left alone. Still added to `grad` are the gradients of a
     parameter with hooks, which autograd has to call, and of one that the variant reads under two
     names, whose gradient is the sum of both.
-
-    Args:
-        deliver: function of a parameter and the gradient that this backward adds to it.
     """
     token = _deliver.set(deliver)
     try:
@@ -123,13 +120,7 @@ class Variant:
     def run(
         self, tensors: Sequence[Tensor], integers: tuple[int, ...], strides: Strides | None = None
     ) -> tuple[Tensor, ...]:
-        """Returns the program's outputs, from tensors without conj or neg bits.
-
-        Args:
-            tensors: parameters, buffers and inputs, as for `outputs`.
-            integers: integers, with the seed.
-            strides: strides that the results must have; None: any.
-        """
+        """Returns the program's outputs, from tensors without conj or neg bits."""
         if not torch.is_grad_enabled():
             found = self.run_forward([*(t.data for t in tensors), *integers])
             return _lying(tuple(found[: self.partition.returned]), strides)

@@ -83,10 +83,6 @@ def calibrate_command(
 def measured(request: CalibrationRequest, world: int) -> Calibration | None:
     """Returns the calibration; None on all of torchrun's ranks but the first.
 
-    Args:
-        request: arguments of the command.
-        world: ranks to start, 1 under torchrun.
-
     Raises:
         PlanError: an option is wrong.
         DcpcError: the file or factory is wrong, or a rank failed or did not end.

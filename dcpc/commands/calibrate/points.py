@@ -49,14 +49,7 @@ def choose_points(
 def trial_point(
     buckets: Iterable[Bucket], seconds: Callable[[Sizes], float], limit_s: float, batched: bool
 ) -> dict[str, int]:
-    """Returns the longest length, at a batch of one, that is expected to end in time.
-
-    Args:
-        buckets: buckets of one trace.
-        seconds: function from sizes to the expected seconds of one run.
-        limit_s: seconds for one run; the shortest length may take longer.
-        batched: whether the model has a batch.
-    """
+    """Returns the longest length, at a batch of one, that is expected to end in time."""
     first, *rest = _ascending(buckets, batched)
     return [first, *(s for s in rest if seconds(s) <= limit_s)][-1]
 

@@ -5,34 +5,8 @@ device on which splitting always pays, because a real one would replicate nearly
 short lengths that can be checked.
 """
 
-from dcpc.commands.check.coverage import Coverage, Unsplit, coverage
+from dcpc.commands.check.coverage import coverage
 from dcpc.commands.check.split import SPLITTING, SplitModel
-from dcpc.commands.check.verdict import Prepared, Verdict, compare, examine, prepare, shapes_of
-from dcpc.verify.exactness import (
-    Difference,
-    Gradients,
-    gradient_errors,
-    loss_error,
-    nan_as_infinite,
-)
-from dcpc.verify.reference import plain
+from dcpc.commands.check.verdict import Prepared, Verdict, compare, prepare
 
-__all__ = [
-    "SPLITTING",
-    "Coverage",
-    "Difference",
-    "Gradients",
-    "Prepared",
-    "SplitModel",
-    "Unsplit",
-    "Verdict",
-    "compare",
-    "coverage",
-    "examine",
-    "gradient_errors",
-    "loss_error",
-    "nan_as_infinite",
-    "plain",
-    "prepare",
-    "shapes_of",
-]
+__all__ = ["SPLITTING", "Prepared", "SplitModel", "Verdict", "compare", "coverage", "prepare"]

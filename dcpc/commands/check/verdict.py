@@ -171,16 +171,7 @@ def examine(
     recomputes: Sequence[str] = ("none",),
     attention: str = "auto",
 ) -> Verdict:
-    """Returns the verdict on one model; every rank of the group calls this with the same model.
-
-    Args:
-        make: function that returns the model, see `prepare`, as for the other arguments.
-        buckets: inputs and sizes; no dim is 1 in some of the sizes only.
-        shapes: shapes at which loss and gradients are compared.
-        example: function that makes inputs, see `verify.inputs.example_inputs`.
-        recomputes: "none" and "all", or one of them.
-        attention: way to split attention, see `passes/sharding/attention_ways.py`.
-    """
+    """Returns the verdict on one model; every rank of the group calls this with the same model."""
     sp = dist.get_world_size() if dist.is_initialized() else 1
     found = prepare(
         make,

@@ -2,29 +2,11 @@
 
 from dcpc.commands.report.document import html_page
 from dcpc.commands.report.needs import Needs, needs, needs_text, remedy_lines
-from dcpc.commands.report.plots import Plots, draw_plots, overview_png
+from dcpc.commands.report.plots import draw_plots, overview_png
 from dcpc.commands.report.settings import settings_text
 from dcpc.commands.report.what_if import (
-    WhatIf,
     crossing_lines,
     degree_crossings,
     what_if,
     what_if_text,
 )
-
-__all__ = [
-    "Needs",
-    "Plots",
-    "WhatIf",
-    "crossing_lines",
-    "degree_crossings",
-    "draw_plots",
-    "html_page",
-    "needs",
-    "needs_text",
-    "overview_png",
-    "remedy_lines",
-    "settings_text",
-    "what_if",
-    "what_if_text",
-]

@@ -75,10 +75,6 @@ def needs(planned: Planned, memory_of: Callable[[int], int]) -> Needs:
     """Returns the memory that misfits need, and options with which they fit.
 
     Of many misfits only those that need most, in the order of the plan: each takes a while.
-
-    Args:
-        planned: plan with `misfits`; not changed.
-        memory_of: function from the number of ranks to the bytes that a rank has.
     """
     rows = {bucket: _least(planned, planned.tables[bucket]) for bucket in planned.misfits}
     most = sorted(rows, key=lambda bucket: -rows[bucket].needed_bytes)[:MOST_SOUGHT]

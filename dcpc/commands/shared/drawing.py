@@ -29,22 +29,13 @@ def drawing(module: str) -> Any:
 
 
 def blank(width: float, height: float) -> Figure:
-    """Returns an empty figure.
-
-    Args:
-        width: width in inches.
-        height: height in inches.
-    """
+    """Returns an empty figure of so many inches."""
     figure: Figure = drawing("figure").Figure(figsize=(width, height), layout="constrained")
     return figure
 
 
 def check_drawable(option: str, file: Path | None) -> None:
     """Refuses a file with a picture that cannot be drawn or written, before the work for it.
-
-    Args:
-        option: option that names it, such as `--png`.
-        file: file to write; None: no picture.
 
     Raises:
         PlanError: it cannot be written, or matplotlib is not installed.

@@ -66,10 +66,6 @@ def load_function(text: str) -> Callable[..., Any]:
 def check_writable(option: str, file: Path | None) -> None:
     """Refuses a file that cannot be written, before the work that it is for.
 
-    Args:
-        option: option that names it, such as `--html`.
-        file: path; its folder is made if it is missing; None: nothing is to be written.
-
     Raises:
         PlanError: it is a folder, or its folder cannot be made or written to.
     """

@@ -9,13 +9,3 @@ from dcpc.commands.simulate.command import (
     source_of,
 )
 from dcpc.commands.simulate.formula import read_cost
-
-__all__ = [
-    "SimulationRequest",
-    "default_degrees",
-    "read_cost",
-    "simulate_cost",
-    "simulate_model",
-    "simulate_stages",
-    "source_of",
-]

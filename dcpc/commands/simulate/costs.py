@@ -153,11 +153,6 @@ def of_planned(planned: Planned, world: int, device: Device) -> ModelCosts:
     """Returns the costs of a planned model.
 
     Where a system fixes the micro-batch, it has as many tokens as a sample of the longest bucket.
-
-    Args:
-        planned: plan with the rows and the memory to simulate.
-        world: ranks to simulate; degrees above are left out.
-        device: device that it was planned for.
     """
     found = []
     gradients = 0.0

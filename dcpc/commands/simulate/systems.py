@@ -116,11 +116,7 @@ def first_fit(costs: ModelCosts, epoch: Epoch) -> Iterator[StepPlan]:
 
 def videosys_mode(mode: videosys.Mode) -> System:
     """Returns VideoSys' system of this mode."""
-
-    def run(costs: ModelCosts, epoch: Epoch) -> Iterator[StepPlan]:
-        return videosys.steps(costs, epoch.samples, mode)
-
-    return run
+    return lambda costs, epoch: videosys.steps(costs, epoch.samples, mode)
 
 
 DCPC = "dcpc"

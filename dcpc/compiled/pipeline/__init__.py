@@ -14,29 +14,3 @@ from dcpc.compiled.pipeline.trained.report import stages_report
 from dcpc.compiled.pipeline.trained.together import run_in_turn
 from dcpc.compiled.pipeline.trained.verified import stages_problem
 from dcpc.compiled.pipeline.work import pipeline_work
-
-__all__ = [
-    "CallChain",
-    "CutModel",
-    "MixedBucket",
-    "ModelStage",
-    "PipelinedModel",
-    "ProgramCosts",
-    "ProgramStage",
-    "ScheduledStages",
-    "StageDevice",
-    "StageState",
-    "chain_of",
-    "choose_stages",
-    "cut_model",
-    "pipeline_work",
-    "plan_stages",
-    "refuse_beside_stages",
-    "run_in_turn",
-    "shared_parameters",
-    "stage_bytes",
-    "stage_degree",
-    "stages_of",
-    "stages_problem",
-    "stages_report",
-]

@@ -4,13 +4,3 @@ from dcpc.fx.fakes.dense import dense_result
 from dcpc.fx.fakes.layouts import Layout, fills_its_memory, layout_of
 from dcpc.fx.fakes.made import empty, strided
 from dcpc.fx.fakes.telling import telling
-
-__all__ = [
-    "Layout",
-    "dense_result",
-    "empty",
-    "fills_its_memory",
-    "layout_of",
-    "strided",
-    "telling",
-]

@@ -163,12 +163,7 @@ def is_a(kind: type) -> Probe:
 
 
 def calls(run: Callable[[], object], expected: Callable[..., bool]) -> Probe:
-    """Returns a probe of a function that torch must call with expected arguments.
-
-    Args:
-        run: function in which torch must call it.
-        expected: function of the arguments that returns whether they are as expected.
-    """
+    """Returns a probe of a function that torch must call with expected arguments."""
 
     def probe(name: TorchName) -> str:
         own, seen = name.own, list[bool]()

@@ -28,32 +28,3 @@ from dcpc.ops.attention.spec import (
     hiding,
 )
 from dcpc.ops.attention.whole import WIDEST
-
-__all__ = [
-    "DEMANDS",
-    "EMPTY",
-    "ROWS",
-    "ROWS_OP",
-    "SHORT",
-    "WIDEST",
-    "Backward",
-    "Capability",
-    "Forward",
-    "OnGpu",
-    "Operands",
-    "RunOfRows",
-    "Sight",
-    "accumulated",
-    "added_dtype",
-    "empty_gradient",
-    "empty_outputs",
-    "gpu_kernel",
-    "has_no_wide_kernel",
-    "hides",
-    "hiding",
-    "kernel_name",
-    "laid",
-    "masks_window",
-    "sees",
-    "takes",
-]

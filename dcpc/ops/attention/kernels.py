@@ -178,14 +178,7 @@ def kernel_name(
 
 
 def masks_window(device: str, same_widths: bool, hidden: bool, sight: Sight) -> bool:
-    """Returns whether "flash" may compute a window by a mask, if there are few queries and keys.
-
-    Args:
-        device: device type of the tensors.
-        same_widths: whether keys and values have equal widths.
-        hidden: whether a mask or segments hide further keys.
-        sight: limits of the op; the positions of its queries do not matter.
-    """
+    """Returns whether "flash" may compute a window by a mask, if there are few queries and keys."""
     alone = device == "cpu" and same_widths and not hidden and sight.banded
     return alone and _scales("flash", sight.scale, True)
 

@@ -32,12 +32,7 @@ _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 
 
 def segment_of(program: Program, part: Truth) -> Expression | None:
-    """Returns the S of `S[b, i] == S[b, j]`, read at the key; None for other conditions.
-
-    Args:
-        program: program in which S is looked up; its values must be integers.
-        part: a member of the conjunction that a mask is.
-    """
+    """Returns the S of `S[b, i] == S[b, j]`, read at the key; None for other conditions."""
     sides = _equal_sides(part)
     if sides is None:
         return None

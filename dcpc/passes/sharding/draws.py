@@ -79,15 +79,7 @@ def draw(
     seed: int,
     indices: int = INDICES,
 ) -> list[Tensor]:
-    """Returns operands of one kind, on the CPU.
-
-    Args:
-        kind: index into `KINDS`.
-        shapes: shape of each operand.
-        dtypes: dtype of each operand.
-        seed: seed of the numbers.
-        indices: bound that integers stay below.
-    """
+    """Returns operands of one kind, on the CPU."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + kind)
     return [
         _typed(KINDS[kind](s, generator), d, indices) for s, d in zip(shapes, dtypes, strict=True)

@@ -36,22 +36,12 @@ class CutCosts:
         return int(self.seconds.shape[-1]) - 1
 
     def at(self, kind: int, place: int) -> Floats:
-        """Returns the seconds on a kind of device, `[buckets, blocks + 1, blocks + 1]`.
-
-        Args:
-            kind: index of the kind of device.
-            place: number of stages behind it.
-        """
+        """Returns the seconds on a kind of device, `[buckets, blocks + 1, blocks + 1]`."""
         found: Floats = self.seconds[:, kind, min(place, self.seconds.shape[2] - 1)]
         return found
 
     def bottlenecks(self, borders: Sequence[int], kinds: Sequence[int]) -> Floats:
-        """Returns the seconds of the slowest stage of each bucket, `[buckets]`.
-
-        Args:
-            borders: first block of each stage, and the number of blocks.
-            kinds: kind of the device of each stage.
-        """
+        """Returns the seconds of the slowest stage of each bucket, `[buckets]`."""
         last = len(kinds) - 1
         each = [
             self.at(kind, last - j)[:, borders[j], borders[j + 1]] for j, kind in enumerate(kinds)

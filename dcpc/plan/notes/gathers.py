@@ -32,14 +32,7 @@ def gather_lines(priced: Mapping[Bucket, Priced], plans: Mapping[Bucket, BucketP
 def _line(
     traced: Traced, again: Collection[int], taken: tuple[float, int], every: tuple[float, int]
 ) -> str:
-    """Returns the units that buckets gather again, with their cost and the reason.
-
-    Args:
-        traced: trace that has the units.
-        again: numbers of the units gathered again in backward.
-        taken: seconds and bytes of the gathers in `again`.
-        every: seconds and bytes of all gathers that backward may repeat.
-    """
+    """Returns the units that buckets gather again, with their cost and the reason."""
     units = traced.units
     assert units is not None, "they are gathered"
     if not again:

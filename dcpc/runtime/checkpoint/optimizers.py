@@ -75,14 +75,7 @@ def misfit(
     named: Mapping[str, Any],
     partial: bool,
 ) -> str:
-    """Returns the reason why a saved state does not fit this optimizer, or "".
-
-    Args:
-        optimizer: optimizer that would load the state.
-        parameters: name -> parameter of the compiled model.
-        named: saved groups, with the names of their parameters.
-        partial: whether the saved groups may have parameters of other ranks.
-    """
+    """Returns the reason why a saved state does not fit this optimizer, or ""."""
     mine = names_in(optimizer, parameters)
     saved = [group["params"] for group in named["param_groups"]]
     if len(mine) != len(saved):

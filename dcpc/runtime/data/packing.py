@@ -85,12 +85,7 @@ def pack(
 def fill_rows(
     lengths: Iterable[tuple[int, int]], capacity: Mapping[int, int]
 ) -> list[tuple[int, ...]]:
-    """Returns rows that hold every sequence once: the longest left, and those that fill it up best.
-
-    Args:
-        lengths: id and length of each sequence.
-        capacity: id -> length of the row that this sequence begins.
-    """
+    """Returns rows that hold every sequence once: the longest left, and what fills it up best."""
     pairs = sorted(lengths, key=lambda pair: pair[1])  # the longest is the last
     ids, left = [i for i, _ in pairs], [n for _, n in pairs]
     rows = []

@@ -172,12 +172,6 @@ class Samples:
     def refuse_other(self, ids: Sequence[int], bucket: Bucket, shape: Bucket, longer: bool) -> None:
         """Refuses samples that differ from those that rank 0 planned with.
 
-        Args:
-            ids: indices of the samples, loaded.
-            bucket: bucket in which rank 0 has them.
-            shape: shape to which rank 0 has them padded.
-            longer: whether the bucket may be longer than their own.
-
         Raises:
             DataError: their own bucket is another, or they are longer.
         """
@@ -237,13 +231,6 @@ class Samples:
         pad: Mapping[str, int | float],
     ) -> torch.Tensor:
         """Returns an input filled up at its end.
-
-        Args:
-            name: name of the input.
-            where: owner of the input, for an error.
-            x: input to fill up.
-            shape: shape of the result.
-            pad: input name -> value that fills it up.
 
         Raises:
             DataError: `pad` lacks the input.

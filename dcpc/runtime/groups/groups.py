@@ -233,12 +233,6 @@ class Groups:
         """Returns the data group of some ranks, None on others; made once for each `desc`.
 
         Collective over all ranks.
-
-        Args:
-            members: numbers of its ranks among all ranks.
-            desc: purpose of the group.
-            connected: whether its collectives are made ready.
-            backend: name of the backend; default: that of all ranks.
         """
         key = desc, tuple(members)
         if key not in self._shared:
@@ -360,11 +354,7 @@ class Groups:
         return dist.get_backend(self._data[self.world]) == "gloo"
 
     def break_apart(self, ranks: Sequence[int]) -> None:
-        """Closes this rank's connections in the data group of some ranks: whoever waits is woken.
-
-        Args:
-            ranks: consecutive, several, this one among them; `prepare` was called for them.
-        """
+        """Closes this rank's connections in the group of some ranks: whoever waits is woken."""
         key = (ranks[0], len(ranks))
         pg = self.over(ranks)
         assert pg is not None, "a rank alone waits for nobody"

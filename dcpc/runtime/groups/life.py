@@ -50,11 +50,7 @@ class Processes:
                     self._poll.register(handle, select.POLLIN)
 
     def ended(self, wait_s: float) -> set[int]:
-        """Returns the ranks whose process has ended.
-
-        Args:
-            wait_s: seconds to wait for another to end, or for `wake`.
-        """
+        """Returns the ranks whose process has ended."""
         for handle, _ in self._poll.poll(1000 * wait_s):
             if handle == self._wake:
                 os.read(self._wake, 4096)

@@ -147,14 +147,7 @@ class GroupMaker:
     def some(
         self, members: Sequence[int], desc: str, connected: bool = True, backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """Returns the data group of some ranks, None on others; collective over all.
-
-        Args:
-            members: numbers of its ranks among all ranks.
-            desc: name of the group.
-            connected: whether its collectives are made ready.
-            backend: name of the backend; default: that of all ranks.
-        """
+        """Returns the data group of some ranks, None on others; collective over all."""
         pg = dist.new_group(
             [self.ranks[r] for r in members],
             timeout=timedelta(seconds=self.timeout_s), group_desc=desc, backend=backend,

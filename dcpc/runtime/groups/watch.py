@@ -95,12 +95,7 @@ class Watch:
     """
 
     def __init__(self, ranks: Sequence[int] = (0,), rank: int = 0) -> None:
-        """Watches nobody before `start`; a rank alone never does.
-
-        Args:
-            ranks: for each rank: its number in the default group.
-            rank: number of this rank among them.
-        """
+        """Watches nobody before `start`; a rank alone never does."""
         self.silence_s = SILENCE_S
         self._ranks = tuple(ranks)
         self._me = self._ranks[rank]

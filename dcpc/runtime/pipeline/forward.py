@@ -24,14 +24,6 @@ def returned_by(
 ) -> tuple[Tensor, ...]:
     """Returns the outputs of a batch; the same call on all ranks of this pipeline.
 
-    Args:
-        stage: stage of this rank.
-        inputs: input name of the model -> tensor on this rank's device.
-        sizes: length of every dim, batch included.
-        seed: seed of the random numbers.
-        grid: position of this rank.
-        made: shape and dtype of each output, the loss first.
-
     Raises:
         GroupError: a rank of this pipeline did not arrive in time.
     """

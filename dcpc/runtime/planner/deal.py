@@ -178,11 +178,6 @@ def assign(cut: Sequence[PlannedMicroBatch], world: int, speeds: Speeds = ()) ->
     """Returns the plan that puts each micro-batch on the block that ends it earliest.
 
     Where ranks are equal that is the block that is free earliest.
-
-    Args:
-        cut: micro-batches without ranks, with their seconds on the fastest rank.
-        world: number of ranks.
-        speeds: speed of each rank; none: equal.
     """
     order = sorted(cut, key=lambda mb: (-mb.sp, -mb.seconds_s, mb.bucket.dims, mb.sample_ids))
     if speeds:

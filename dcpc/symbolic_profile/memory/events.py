@@ -94,15 +94,7 @@ class Folding:
         fuses: bool,
         kept: Mapping[int, Kept],
     ) -> list[Folding]:
-        """Returns the middle copies' steps of backward, with the recomputed ones before them.
-
-        Args:
-            fold: folded blocks and their copies; None: nothing is folded.
-            steps: calls or kernels.
-            again: calls of forward; those that occur in backward are recomputed.
-            fuses: whether steps are fused kernels.
-            kept: run of blocks -> values that some of its copies keep gathered.
-        """
+        """Returns the middle copies' steps of backward, with the recomputed ones before them."""
         if fold is None:
             return []
         copies = [fold.copy(n.name) for n in steps]
@@ -190,12 +182,6 @@ class Recorder:
 
         In forward the last copy has all that the others keep. In backward it has nothing of what
         they hand on: the first of them may need the most, and gets points of its own.
-
-        Args:
-            folding: positions of the copies.
-            reached: steps and points before each place.
-            start: first step of the phase.
-            storages_of: function that returns where the values of calls lie, as `Stepwise.of`.
         """
         (first, begin), (stop, end) = reached[folding.first], reached[folding.stop]
         made = self.made.setdefault(folding.run, set())

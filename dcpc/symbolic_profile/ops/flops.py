@@ -205,13 +205,7 @@ RINGS = frozenset({"dcpc::ring_attention_forward", "dcpc::ring_attention_backwar
 
 
 def halo_rows(stride: int, reach: int, longer: sympy.Expr) -> int:
-    """Returns how many rows of neighbours a rank between two of them gets, or gives, together.
-
-    Args:
-        stride: rows between two windows.
-        reach: rows of a window.
-        longer: whole rows of the result beyond those of the input.
-    """
+    """Returns how many rows of neighbours a rank between two of them gets, or gives, together."""
     return max(0, reach - stride, int(longer) if longer.is_Integer else 0)
 
 
@@ -225,13 +219,7 @@ def halo_bytes(node: fx.Node, facts: Facts) -> sympy.Expr:
 
 
 def row_messages(rows: Sequence[TensorFacts], ranks: int, *, scalars: bool) -> list[list[int]]:
-    """Returns which parameters travel together, by their position.
-
-    Args:
-        rows: rows of each parameter on one rank.
-        ranks: number of ranks that shard the parameters.
-        scalars: whether scalars travel, as their gradients do.
-    """
+    """Returns which parameters travel together, by their position."""
     sizes = {i: (t.dtype, ranks * int(t.size_bytes)) for i, t in enumerate(rows)}
     return messages({i: s for i, s in sizes.items() if s[1] and (scalars or rows[i].shape)})
 

@@ -51,13 +51,7 @@ class Kernel:
 def fuse(
     nodes: Sequence[fx.Node], outputs: Iterable[fx.Node], facts: Facts
 ) -> list[fx.Node | Kernel]:
-    """Returns a list of calls as Inductor runs it: library calls, views, and fused kernels.
-
-    Args:
-        nodes: calls of Inductor's small ops, in order; other nodes that they read are inputs.
-        outputs: nodes that have memory in the end.
-        facts: reader of the nodes.
-    """
+    """Returns a list of calls as Inductor runs it: library calls, views, and fused kernels."""
     ends, aliases = list(outputs), Aliases(nodes, facts)
     steps = Realization(nodes, ends, aliases).run()
     return _Emission(steps, ends, aliases).run()

@@ -56,11 +56,7 @@ def loss(own: bool, widened: bool = True) -> Callable[[CallFacts], sympy.Expr]:
 
 
 def cross_entropy_with_logits(widened: bool = True) -> Callable[[CallFacts], sympy.Expr]:
-    """Returns the formula: the log-sigmoid, of a copy where the input is strided; then the losses.
-
-    Args:
-        widened: whether half precision is widened, as for `loss`.
-    """
+    """Returns the formula: the log-sigmoid, of a copy if the input is strided; then the losses."""
 
     def formula(call: CallFacts) -> sympy.Expr:
         each, weight = call.tensor("self").size_bytes, call.given("pos_weight")

@@ -181,10 +181,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def refuse_numbers(graph: fx.Graph, lines: Sequence[str]) -> None:
     """Refuses Python numbers that forward read from a tensor (`item()`) and computes with.
 
-    Args:
-        graph: captured forward graph.
-        lines: source lines that did so, for a node without one: `exec`, functions of the loss.
-
     Raises:
         TraceError: there is such a number; the message names it with its line.
     """

@@ -239,12 +239,7 @@ class _Copy:
         return graph
 
     def _inline(self, gm: fx.GraphModule, at: dict[fx.Node, Any]) -> Any:
-        """Adds the calls of a graph to the copy, and returns its outputs there.
-
-        Args:
-            gm: graph module, the outer or a nested one.
-            at: placeholders of `gm` -> nodes of the copy. All its other nodes are added.
-        """
+        """Adds the calls of a graph to the copy, and returns its outputs there."""
         for node in gm.graph.nodes:
             if node.op == "output":
                 return self._given(node.args[0], at)

@@ -71,11 +71,7 @@ class PipelineSchedule:
         )
 
     def only(self, kept: Sequence[int]) -> PipelineSchedule:
-        """Returns the schedule of some of its micro-batches, which are numbered anew.
-
-        Args:
-            kept: numbers of the micro-batches, ascending.
-        """
+        """Returns the schedule of some of its micro-batches, which are numbered anew."""
         number = {i: new for new, i in enumerate(kept)}
         orders = (
             tuple(Action(a.kind, number[a.micro_batch]) for a in o if a.micro_batch in number)

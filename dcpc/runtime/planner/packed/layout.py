@@ -109,14 +109,7 @@ class Layout:
     def __init__(
         self, fluid: ShortFluid, step_s: float, wishes: Wishes | None = None, least: float = 0.0
     ) -> None:
-        """Places the sequences.
-
-        Args:
-            fluid: model of the short sequences.
-            step_s: seconds of the step.
-            wishes: order and kinds of the long sequences.
-            least: spare tokens below which no more are placed.
-        """
+        """Places the sequences."""
         self.fluid, self.work, self.step_s = fluid, fluid.work, step_s
         work = self.work
         self.segments = [Segment(0, work.ranks, step_s)]

@@ -21,26 +21,3 @@ from dcpc.symbolic_profile.ops.attention.whole import (
     pairs,
     sight_of,
 )
-
-__all__ = [
-    "BSHD",
-    "backward",
-    "backward_bound",
-    "blocks",
-    "blocks_backward",
-    "forward",
-    "forward_bound",
-    "groups_of",
-    "kernel",
-    "kernel_backward",
-    "mask_backward",
-    "pairs",
-    "ring_backward",
-    "ring_backward_bound",
-    "ring_forward",
-    "ring_forward_bound",
-    "rows_backward",
-    "rows_forward",
-    "sight_of",
-    "swap",
-]
