@@ -8,20 +8,14 @@ and a cap tmax on each,
 Every cap that is some t(i, n) counts; none is thinned out. f falls as the cap rises, so between two
 caps lo < hi nothing is below (stages - 1)*lo + f_hi(N)/replicas, and most caps are never solved.
 
-For one cap: if seconds and bytes never fall when samples are added or lengthened, the feasible i
-for n are an interval that moves up with n. If also the seconds of one more sample never fall with
-count or length, t(k+1, L') - t(k, L') >= t(k, L) - t(k-1, L) for L' >= L, then t has the quadrangle
-inequality t(i, n) + t(j, m) <= t(i, m) + t(j, n), i < j < n < m, infeasible cells as infinity
-included; the best i never moves down, and a queue with bisection takes O(N log N). Both are checked
-on the batch's own lengths; without the second all i of the interval are tried, without the first
-all i.
+For one cap every i is tried, by numpy: right for costs of any shape, and for up to 4096 samples no
+slower than the queue in O(N log N) that costs with the quadrangle inequality allow.
 """
 
 import contextlib
 import heapq
 import reprlib
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -36,7 +30,6 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 _MOST = (1 << 31) - 1  # tokens of a sample
-TOLERANCE = 1e-12  # relative, in the two checks: sums of rounded seconds
 
 
 class PaddedCost(Protocol):
@@ -58,28 +51,26 @@ class MicroBatches:
         seconds_s: seconds of each micro-batch.
         objective_s: (stages - 1) * longest + sum / replicas.
         caps_solved: number of caps that the search solved.
-        method: "queue", "window" or "all": properties of the cost (module docstring).
     """
 
     batches: tuple[tuple[int, ...], ...]
     seconds_s: tuple[float, ...]
     objective_s: float
     caps_solved: int
-    method: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """t(count, length) with infinity where memory is short, [distinct length][count]."""
+    """t(count, length) with infinity where memory is short, [distinct length, count]."""
 
-    cells: list[list[float]]
+    cells: FloatArray
     flat: FloatArray
     row: list[int]
     n: int
 
     def at(self, i: int, n: int) -> float:
         """t(i, n)."""
-        return self.cells[self.row[n]][n - i]
+        return float(self.cells[self.row[n], n - i])
 
 
 @checking_call("dcpc.microbatch", PlanError)
@@ -92,8 +83,8 @@ def microbatch(
 ) -> MicroBatches:
     """Returns the split of samples into micro-batches that a pipeline finishes first.
 
-    The samples of a micro-batch are padded to its longest. The optimum, in O(samples log samples)
-    a cap on the longest micro-batch where the cost grows as costs do (see the module).
+    The samples of a micro-batch are padded to its longest. The optimum, whatever the shape of the
+    cost (see the module).
 
     Example:
         class Cost:                                    # arguments are arrays that broadcast
@@ -124,15 +115,14 @@ def microbatch(
             "seconds(count, longest) and peak_bytes(count, longest); pass one"
         )
     order = np.argsort(known, kind="stable")
-    table, method = _tabulate(known[order], cost, memory_bytes)
-    cuts, objective_s, solved = _search_caps(table, method, stages, replicas)
+    table = _tabulate(known[order], cost, memory_bytes)
+    cuts, objective_s, solved = _search_caps(table, stages, replicas)
     pairs = list(pairwise(cuts))
     return MicroBatches(
         batches=tuple(tuple(order[i:n].tolist()) for i, n in pairs),
         seconds_s=tuple(table.at(i, n) for i, n in pairs),
         objective_s=objective_s,
         caps_solved=solved,
-        method=method,
     )
 
 
@@ -199,9 +189,7 @@ def _costs(cost: PaddedCost, what: str, count: IntArray, longest: IntArray) -> F
     return found
 
 
-def _search_caps(
-    table: _Table, method: str, stages: int, replicas: int
-) -> tuple[list[int], float, int]:
+def _search_caps(table: _Table, stages: int, replicas: int) -> tuple[list[int], float, int]:
     """Returns the best cuts, their objective and how many caps were solved; best bound first.
 
     A span (bound, low, high, f) holds the caps flat[low:high], all of which have at least f.
@@ -215,7 +203,7 @@ def _search_caps(
         if bound_s >= best_s:
             break
         at = high - 1 if solved == 0 else (low + high) // 2  # the loosest first
-        total_s, cuts = _solve(table, float(caps[at]), method)
+        total_s, cuts = _solve(table, float(caps[at]))
         solved += 1
         below = low  # an infeasible cap leaves none below it
         if total_s < inf:
@@ -231,8 +219,8 @@ def _search_caps(
     return best, best_s, solved
 
 
-def _tabulate(ordered: IntArray, cost: PaddedCost, memory_bytes: float) -> tuple[_Table, str]:
-    """Returns t for every count a length can occur with, and the method that its shape allows."""
+def _tabulate(ordered: IntArray, cost: PaddedCost, memory_bytes: float) -> _Table:
+    """Returns t for every count a length can occur with."""
     n = len(ordered)
     distinct, last = np.unique(ordered[::-1], return_index=True)
     reach = n - last  # samples up to and with the last of this length
@@ -251,104 +239,24 @@ def _tabulate(ordered: IntArray, cost: PaddedCost, memory_bytes: float) -> tuple
         )
     seconds[:, 0] = 0.0
     occurs = (count >= 1) & (count <= reach[:, None])
-    method = _method(seconds, held, occurs)
     seconds = np.where(fits, seconds, inf)
     row = [0, *np.searchsorted(distinct, ordered).tolist()]
     flat = np.unique(seconds[occurs & np.isfinite(seconds)])
-    return _Table(seconds.tolist(), flat, row, n), method
+    return _Table(seconds, flat, row, n)
 
 
-def _method(seconds: FloatArray, held: FloatArray, occurs: NDArray[np.bool_]) -> str:
-    """Returns which of the module's two properties hold where a micro-batch can occur."""
-    slack = TOLERANCE * float(np.abs(seconds[occurs]).max())
-    both = occurs[:, 1:] & occurs[:, :-1]
-    rises = (np.diff(seconds, axis=1) >= -slack) & (np.diff(held, axis=1) >= 0)
-    below = occurs[:-1]
-    longer = (np.diff(seconds, axis=0) >= -slack) & (np.diff(held, axis=0) >= 0)
-    if not (rises[both].all() and longer[below].all()):
-        return "all"
-    more_s = seconds[:, 2:] - seconds[:, 1:-1]  # of sample k + 1, k >= 1
-    previous_s = seconds[:, 1:-1] - seconds[:, :-2]
-    if seconds.shape[1] > 2:
-        previous_s[:, 0] = -inf  # t(0, .) is no micro-batch
-    here = occurs[:, 2:]
-    convex = more_s >= previous_s - slack
-    across = more_s[1:] >= previous_s[:-1] - slack
-    return "queue" if convex[here].all() and across[here[:-1]].all() else "window"
-
-
-def _solve(table: _Table, cap_s: float, method: str) -> tuple[float, list[int]]:
+def _solve(table: _Table, cap_s: float) -> tuple[float, list[int]]:
     """Returns f(N) under a cap and the cuts 0, ..., N; infinity if some sample is over it."""
-    step = {"queue": _queue, "window": _scan, "all": _scan_all}[method]
-    total_s, before = step(table, cap_s)
+    cells = np.where(table.cells <= cap_s, table.cells, inf)
+    total_s = np.zeros(table.n + 1)  # f
+    count = [0]  # of the last micro-batch of n samples; the fewest of equal ones
+    for n in range(1, table.n + 1):
+        options_s = total_s[:n][::-1] + cells[table.row[n], 1 : n + 1]
+        count.append(int(options_s.argmin()) + 1)
+        total_s[n] = options_s[count[n] - 1]
     if total_s[-1] == inf:
         return inf, []
     cuts = [table.n]
     while cuts[-1]:
-        cuts.append(before[cuts[-1]])
-    return total_s[-1], cuts[::-1]
-
-
-def _scan(table: _Table, cap_s: float) -> tuple[list[float], list[int]]:
-    """Returns f and the best i of each n, all i of a moving interval tried."""
-    total_s, before = [0.0], [-1]
-    low = 0
-    for n in range(1, table.n + 1):
-        cells = table.cells[table.row[n]]
-        while low < n and cells[n - low] > cap_s:
-            low += 1
-        best = min(((total_s[i] + cells[n - i], i) for i in range(low, n)), default=(inf, -1))
-        total_s.append(best[0])
-        before.append(best[1])
-    return total_s, before
-
-
-def _scan_all(table: _Table, cap_s: float) -> tuple[list[float], list[int]]:
-    """Returns f and the best i of each n, all i tried."""
-    total_s, before = [0.0], [-1]
-    for n in range(1, table.n + 1):
-        cells = table.cells[table.row[n]]
-        options = ((total_s[i] + cells[n - i], i) for i in range(n) if cells[n - i] <= cap_s)
-        best = min(options, default=(inf, -1))
-        total_s.append(best[0])
-        before.append(best[1])
-    return total_s, before
-
-
-def _queue(table: _Table, cap_s: float) -> tuple[list[float], list[int]]:
-    """Returns f and the best i of each n; the queue holds (i, first n it is best for)."""
-    total_s, before = [0.0], [-1]
-    queue = deque([(0, 1)])
-
-    def value(i: int, n: int) -> float:
-        t = table.cells[table.row[n]][n - i]
-        return total_s[i] + t if t <= cap_s else inf
-
-    for n in range(1, table.n + 1):
-        while len(queue) > 1 and queue[1][1] <= n:
-            queue.popleft()
-        i = queue[0][0]
-        total_s.append(value(i, n))
-        before.append(i)
-        if total_s[n] == inf:
-            return [*total_s, inf], before  # sample n - 1 alone is over the cap
-        while queue and queue[-1][1] > n and value(n, queue[-1][1]) <= value(*queue[-1]):
-            queue.pop()
-        first = _first_better(value, n, queue[-1], table.n) if queue else n + 1
-        if first <= table.n:
-            queue.append((n, first))
-    return total_s, before
-
-
-def _first_better(
-    value: Callable[[int, int], float], new: int, old: tuple[int, int], end: int
-) -> int:
-    """First n at which `new` is no worse than `old`; past `end` if never: once so, always so."""
-    low, high = max(new, old[1]), end + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if value(new, middle) <= value(old[0], middle):
-            high = middle
-        else:
-            low = middle
-    return high
+        cuts.append(cuts[-1] - count[cuts[-1]])
+    return float(total_s[-1]), cuts[::-1]
