@@ -90,12 +90,7 @@ def of_some(size: sympy.Basic) -> sympy.Basic:
 
 
 class Emitter:
-    """Writes expressions into a graph, each once.
-
-    Args:
-        graph: graph that gets the nodes, at its insertion point.
-        symbols: symbol -> its node; may grow.
-    """
+    """Writes expressions into a graph, each once."""
 
     def __init__(self, graph: fx.Graph, symbols: Mapping[sympy.Symbol, fx.Node]) -> None:
         self._graph, self._symbols = graph, symbols

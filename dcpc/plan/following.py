@@ -31,13 +31,7 @@ _MANY = 3
 
 
 class Followed:
-    """Remembers the state that a model's traces were made from, and follows changes of the model.
-
-    Args:
-        model: user's module, as it was traced.
-        buckets: buckets of all traces.
-        planned: plan that holds the traces.
-    """
+    """Remembers the state that a model was traced from, and follows changes of the model."""
 
     def __init__(self, model: nn.Module, buckets: Buckets, planned: Planned) -> None:
         self._buckets = buckets

@@ -34,9 +34,6 @@ class _StructureKey:
 class Priced:
     """Finds placements and prices of a program; all placements here are of the whole program.
 
-    Args:
-        lift: map between the program and the smaller one that is placed and priced.
-
     Attributes:
         lift: map between the program and the smaller one that is placed and priced.
         traced: whole program.

@@ -75,9 +75,6 @@ class _GraphsKey:
 class Runnable:
     """Partitions and variants of one traced program, cached.
 
-    Args:
-        traced: traced program.
-
     Attributes:
         traced: traced program.
         priced: prices of the program, and the values that each recompute step recomputes.

@@ -129,12 +129,7 @@ class _RunSizes:
 
 
 class Study:
-    """Prices one lowered graph at one degree: its recompute menu, and its costs at any sizes.
-
-    Args:
-        structure: part of the costs that all degrees of this graph share.
-        sp: degree: ranks of the group.
-    """
+    """Prices one lowered graph at one degree: its recompute menu, and its costs at any sizes."""
 
     def __init__(self, structure: Structure, sp: int) -> None:
         self._structure, self._sp = structure, sp

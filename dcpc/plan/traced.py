@@ -217,10 +217,6 @@ def _without(program: Program, plan: MaskPlan, wrong: Mapping[str, str]) -> Mask
 class Held:
     """Finds the model's tensors by placeholder, afresh in each call, as a model may replace one.
 
-    Args:
-        program: the traced model.
-        model: the user's module.
-
     Raises:
         DispatchError: the model lost a parameter since it was traced.
     """

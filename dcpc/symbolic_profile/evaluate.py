@@ -32,9 +32,6 @@ class Evaluator:
 
     Every method takes `dims`: symbol name -> integer, or array of integers (all of one shape).
 
-    Args:
-        profile: profile to evaluate.
-
     Example:
         evaluator(profile).peak_bytes({"batch": 4, "seq": 2048})
     """
@@ -149,12 +146,7 @@ class Prediction:
 
 
 class Meter:
-    """Reads the costs of runs of one graph at given sizes, without an expression made for any.
-
-    Args:
-        ledger: ledger of the graph.
-        nodes: all nodes of the graph.
-    """
+    """Reads the costs of runs of one graph at given sizes, without an expression made for any."""
 
     def __init__(self, ledger: Ledger, nodes: Sequence[fx.Node]) -> None:
         self._ledger, self._symbols, self._nodes = ledger, ledger.facts.symbols, nodes

@@ -51,10 +51,6 @@ _REPORT = "report this with the model, it is a defect of dcpc; verify='off' trai
 class Comparisons:
     """Compares dcpc's graphs and calls of one model with it.
 
-    Args:
-        references: outcomes of the plain model.
-        thorough: whether graphs are compared at every point, not at one alone.
-
     Attributes:
         lines: a text for each comparison, for the report.
     """

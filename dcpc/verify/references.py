@@ -61,12 +61,6 @@ def _filled(x: Tensor, shape: tuple[int, ...], value: int | float) -> Tensor:
 class References:
     """Computes the plain model's outcomes at the points of each trace.
 
-    Args:
-        model: model of the user.
-        buckets: buckets that it is compiled for.
-        planned: traces and plans of the model.
-        unbounded: whether time does not matter.
-
     Attributes:
         budget: limits of time and memory.
         groups: buckets that share a trace, and the trace.

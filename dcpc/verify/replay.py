@@ -70,13 +70,7 @@ def _is_other(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 class Replay(fx.Interpreter):
-    """Runs a graph by the function of `calls`, and shows each node's value.
-
-    Args:
-        gm: the graph.
-        call: function that runs each call.
-        watch: function called with each node and its value.
-    """
+    """Runs a graph by the function of `calls`, and shows each node's value."""
 
     def __init__(self, gm: fx.GraphModule, call: Make, watch: Watch | None = None) -> None:
         """Keeps the graph."""

@@ -48,12 +48,6 @@ def _mean(losses: Sequence[float], weights: Sequence[float]) -> float:
 class Verifier:
     """Compares traces and variants of one model with it.
 
-    Args:
-        model: model of the user.
-        buckets: buckets that it is compiled for.
-        planned: traces and plans of the model.
-        mode: one of `dcpc.plan.options.VERIFY`.
-
     Attributes:
         lines: a text for each comparison, for the report.
         postponed_s: seconds of tracing and planning, where `start` waits for the model's values.

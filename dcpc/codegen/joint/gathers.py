@@ -62,13 +62,7 @@ def gather_key(unit: Sequence[str]) -> tuple[str, str, int]:
 
 
 class Gathering:
-    """Inserts gathers and sums into a joint graph, in place.
-
-    Args:
-        gm: joint graph.
-        units: units of the program.
-        mode: fake mode of the graph's values.
-    """
+    """Inserts gathers and sums into a joint graph, in place."""
 
     def __init__(self, gm: fx.GraphModule, units: GatherUnits, mode: Any) -> None:
         self.graph, self.units, self._mode = gm.graph, units, mode

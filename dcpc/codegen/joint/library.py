@@ -222,12 +222,7 @@ def _kind_of(leaf: Any) -> Hashable:
 
 @dataclass(frozen=True, slots=True)
 class _Translation:
-    """Renames the symbols in values.
-
-    Attributes:
-        names: symbol -> new symbol.
-        library: library that makes the new values.
-    """
+    """Renames the symbols in values."""
 
     names: Names
     library: Library

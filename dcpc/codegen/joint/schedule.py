@@ -33,12 +33,7 @@ Reads = Mapping[fx.Node, tuple[fx.Node, ...]]  # of each node: the nodes it read
 
 
 class Scheduler:
-    """Schedules one joint graph, for any choice of recomputed values.
-
-    Args:
-        program: traced model.
-        joint: joint graph of the model, lowered for one rank; not changed.
-    """
+    """Schedules one joint graph, for any choice of recomputed values."""
 
     def __init__(self, program: Program, joint: Joint) -> None:
         self._nodes = list(joint.gm.graph.nodes)

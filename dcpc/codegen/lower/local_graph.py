@@ -19,12 +19,6 @@ aten = torch.ops.aten
 class LocalGraph:
     """The graph of one rank for a program, while it is built.
 
-    Args:
-        program: traced model.
-        placement: placement of the program.
-        group: name of the process group for collectives.
-        any_degree: whether the graph serves every degree, see `lower`.
-
     Attributes:
         graph: graph under construction.
         integers: integer inputs, after the program's placeholders.

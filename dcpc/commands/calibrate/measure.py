@@ -56,12 +56,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """Two blocks of one trace, compiled.
-
-    Attributes:
-        timed: forward and backward.
-        guards: relations between sizes without which they are not right.
-    """
+    """Two blocks of one trace, compiled."""
 
     timed: tuple[Timed, Timed]
     guards: tuple[sympy.Basic, ...]
@@ -76,13 +71,7 @@ class _Compiled:
 
 
 class Bench:
-    """Two blocks of one trace, ready to be timed.
-
-    Args:
-        runnable: trace to run.
-        inputs: function that returns the model's inputs of a shape.
-        device: device to run on.
-    """
+    """Two blocks of one trace, ready to be timed."""
 
     def __init__(self, runnable: Runnable, inputs: Inputs, device: torch.device) -> None:
         self.runnable, self._inputs = runnable, inputs

@@ -35,11 +35,6 @@ class Timed:
     Attributes:
         gm: the excerpt.
         calls: calls of the excerpt, in order.
-
-    Args:
-        gm: a forward or backward graph.
-        facts: reader of its values.
-        device: device to run on.
     """
 
     def __init__(self, gm: fx.GraphModule, facts: Facts, device: torch.device) -> None:

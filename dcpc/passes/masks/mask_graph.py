@@ -43,11 +43,7 @@ Index = tuple[Affine, ...]
 
 
 class MaskReader:
-    """Reads masks of one program.
-
-    Args:
-        program: program that has the masks; only read.
-    """
+    """Reads masks of one program."""
 
     def __init__(self, program: Program) -> None:
         self.program = program

@@ -22,11 +22,6 @@ class MixedError(Exception):
 class RowGraph:
     """Facts about a model's graph: which dims are along the row, and which inputs a value reads.
 
-    Args:
-        program: the traced model, its masks recognised.
-        rules: node name -> sharding rule of the node.
-        dim: named dim along the row.
-
     Attributes:
         length: length of a row, as a symbol.
         nodes: nodes of the graph.

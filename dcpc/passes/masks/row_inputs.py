@@ -24,12 +24,7 @@ class _FailedError(MixedError):
 
 
 class InputAlone:
-    """The values that are computed from one input of a model alone.
-
-    Args:
-        row: graph of the model.
-        placeholder: name of the input's node.
-    """
+    """The values that are computed from one input of a model alone."""
 
     def __init__(self, row: RowGraph, placeholder: str) -> None:
         self._row, self._placeholder = row, placeholder

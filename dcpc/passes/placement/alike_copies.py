@@ -47,10 +47,6 @@ class _Handed:
 class AlikeCopies:
     """The copies of one model's repeated blocks.
 
-    Args:
-        model: placement model of the folded program.
-        fold: counts of the copies that each block stands for.
-
     Attributes:
         model: placement model of the folded program.
     """

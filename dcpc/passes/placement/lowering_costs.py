@@ -62,10 +62,6 @@ class _Costed:
 class LoweringCosts:
     """The lowerings of a program's attentions, priced at any sizes.
 
-    Args:
-        program: the traced model.
-        sharding: factors and alternatives of the program.
-
     Attributes:
         groups: names of attentions with the same lowerings and costs, in graph order.
     """

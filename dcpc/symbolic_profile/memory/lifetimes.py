@@ -178,11 +178,6 @@ class Lifetimes:
 
     A storage of forward has the number of its slot; a new one of backward, where a value of forward
     may be recomputed, has one behind all slots.
-
-    Args:
-        run: calls of the run.
-        numbered: numbers of their nodes, and of other runs'.
-        recorder: recorder of the allocations and frees.
     """
 
     def __init__(self, run: RankRun, numbered: Numbered, recorder: Recorder) -> None:

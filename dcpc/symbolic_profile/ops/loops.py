@@ -39,10 +39,6 @@ _LAZY = frozenset(
 class Aliases:
     """Memory that the values of a list of calls lie in.
 
-    Args:
-        nodes: the calls.
-        facts: reader of the nodes.
-
     Attributes:
         own: the calls.
         copied: views that are copies all the same.
@@ -96,9 +92,6 @@ class KernelDraft:
 
 class Loops:
     """Puts loops into kernels: those between two library calls that run over the same elements.
-
-    Args:
-        aliases: memory that values lie in.
 
     Attributes:
         steps: library calls, views and drafts of kernels, in order.

@@ -70,12 +70,7 @@ class RateTable:
 
 
 class Roofline:
-    """The work of a profile as matrices over a basis.
-
-    Args:
-        work: groups of equal calls.
-        basis: basis with every monomial of their costs.
-    """
+    """The work of a profile as matrices over a basis."""
 
     def __init__(self, work: Sequence[Work], basis: Basis) -> None:
         self.work = tuple(work)

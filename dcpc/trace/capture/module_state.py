@@ -78,9 +78,6 @@ _NO_HOOKS = Entry("none", ())
 class ModuleState:
     """The state of a model that a trace reads.
 
-    Args:
-        model: user's module.
-
     Attributes:
         entries: facts by name, in the order of the modules.
         kinds: dtype, device, shape and strides of each tensor, by name.
@@ -145,9 +142,6 @@ class ModuleState:
 
 class _Visit:
     """Visits a model and all objects that it holds, each once, and records whatever can change.
-
-    Args:
-        model: user's module.
 
     Attributes:
         entries: see `ModuleState`.

@@ -353,15 +353,7 @@ def _symbols_at(graph: fx.Graph, values: Mapping[str, Any]) -> dict[sympy.Symbol
 
 
 class Paths:
-    """Forward and the graph captured from it, to be compared at given sizes.
-
-    Args:
-        model: module that was exported.
-        exported: exported program before any change; its graph is copied.
-        buckets: buckets with the specs of the inputs.
-        device: device of the inputs.
-        autocast: dtype of the autocast; None: every op computes in the dtype of its operands.
-    """
+    """Forward and the graph captured from it, to be compared at given sizes."""
 
     def __init__(
         self,

@@ -74,10 +74,6 @@ class WaitFree:
     forward begins only if the stage can then run the backward of each micro-batch that it holds:
     so memory never makes stages wait for each other.
 
-    Args:
-        work: costs of the step.
-        split: whether weight gradients run apart from the rest of a backward.
-
     Attributes:
         work: costs of the step.
         split: whether weight gradients run apart from the rest of a backward.

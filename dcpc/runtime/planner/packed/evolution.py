@@ -58,11 +58,7 @@ def evolved(work: PackedWork, best: PackedDraft, turns: Iterable[int], seed: int
 
 
 class _Line:
-    """The wishes of the best layout so far, and those derived from them.
-
-    Attributes:
-        work: the batch.
-    """
+    """The wishes of the best layout so far, and those derived from them."""
 
     def __init__(self, work: PackedWork, most_s: float, random: np.random.Generator) -> None:
         self.work = work

@@ -95,9 +95,6 @@ class _ShortFilling:
     """The micro-batches of a layout, which take short sequences where there is most room.
 
     Those that the same ranks run one after the other share the seconds that are left for these.
-
-    Attributes:
-        draft: the micro-batches so far.
     """
 
     def __init__(self, layout: Layout) -> None:

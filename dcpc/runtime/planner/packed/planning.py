@@ -160,11 +160,7 @@ def plan_packed(
 
 
 class _Finish:
-    """Bins of a draft as micro-batches of the table.
-
-    Attributes:
-        rows: ids of the sequences of each row so far.
-    """
+    """Bins of a draft as micro-batches of the table."""
 
     def __init__(
         self,
