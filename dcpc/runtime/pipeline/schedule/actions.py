@@ -29,6 +29,11 @@ class Action(NamedTuple):
     kind: str
     micro_batch: int
 
+    @property
+    def side(self) -> str:
+        """Whether others wait for it as a forward or as a backward."""
+        return FORWARD if self.kind == FORWARD else BACKWARD
+
     def __str__(self) -> str:
         return f"{self.kind}{self.micro_batch}"
 

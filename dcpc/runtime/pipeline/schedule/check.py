@@ -11,7 +11,8 @@ direction is a queue of its own. So a schedule ends, and each receive takes its 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator
 
 from dcpc.errors import PlanError
 from dcpc.runtime.pipeline.schedule.actions import (
@@ -75,32 +76,30 @@ def waits_for(action: Action, stage: int, stages: int) -> tuple[int, str] | None
     return None
 
 
-def blocked(schedule: PipelineSchedule) -> list[tuple[int, Action]]:
-    """Returns (stage, action) at which each stage waits for ever; empty: the schedule ends.
-
-    Removes actions that wait for nothing (Kahn): the rest is a circle.
-    """
-    stages = schedule.stages
-    at = [0] * stages
+def runnable(schedule: PipelineSchedule) -> Iterator[tuple[int, Action, tuple[int, str] | None]]:
+    """Yields (stage, action, what `waits_for` says of it), each after what it waits for (Kahn)."""
+    at = [0] * schedule.stages
     done: set[tuple[int, str, int]] = set()
-    todo = deque(range(stages))
+    todo = deque(range(schedule.stages))
     while todo:
         stage = todo.popleft()
         order, begin = schedule.orders[stage], at[stage]
-        while at[stage] < len(order):
-            action = order[at[stage]]
-            need = waits_for(action, stage, stages)
+        for action in order[begin:]:
+            need = waits_for(action, stage, schedule.stages)
             if need is not None and (*need, action.micro_batch) not in done:
                 break
-            side = FORWARD if action.kind == FORWARD else BACKWARD
-            if action.kind != BACKWARD_WEIGHT:
-                done.add((stage, side, action.micro_batch))
+            yield stage, action, need
             at[stage] += 1
+            if action.kind != BACKWARD_WEIGHT:
+                done.add((stage, action.side, action.micro_batch))
         if at[stage] > begin:
-            todo += [s for s in (stage - 1, stage + 1) if 0 <= s < stages]
-    return [
-        (s, schedule.orders[s][at[s]]) for s in range(stages) if at[s] < len(schedule.orders[s])
-    ]
+            todo += [s for s in (stage - 1, stage + 1) if 0 <= s < schedule.stages]
+
+
+def blocked(schedule: PipelineSchedule) -> list[tuple[int, Action]]:
+    """Returns (stage, action) at which each stage waits for ever; empty: the schedule ends."""
+    at = Counter(stage for stage, _, _ in runnable(schedule))
+    return [(s, order[at[s]]) for s, order in enumerate(schedule.orders) if at[s] < len(order)]
 
 
 def _check_own(stage: int, order: tuple[Action, ...], micro_batches: int) -> None:

@@ -23,10 +23,9 @@ from dcpc.runtime.pipeline.schedule.actions import (
     PipelineWork,
     StageCost,
 )
-from dcpc.runtime.pipeline.schedule.check import blocked
+from dcpc.runtime.pipeline.schedule.check import blocked, runnable
 
 Changes = list[tuple[float, float]]  # (seconds, bytes more), in any order
-Sent = dict[int, float]  # micro-batch -> seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,64 +109,27 @@ def times(work: PipelineWork, schedule: PipelineSchedule) -> tuple[tuple[RanActi
     Raises:
         PlanError: stages wait for each other.
     """
-    stages = schedule.stages
-    ran: list[list[RanAction]] = [[] for _ in range(stages)]
-    # when each stage has made what its neighbours wait for, by micro-batch
-    sent: list[tuple[Sent, Sent]] = [({}, {}) for _ in range(stages)]
-    todo = list(range(stages))
-    while todo:
-        s = todo.pop()
-        if _run(work, schedule, s, ran[s], sent):
-            todo += [n for n in (s - 1, s + 1) if 0 <= n < stages]
-    if any(len(mine) < len(order) for mine, order in zip(ran, schedule.orders, strict=True)):
+    ran: list[list[RanAction]] = [[] for _ in schedule.orders]
+    sent: dict[tuple[int, str, int], float] = {}  # (stage, side, micro-batch) -> seconds
+    for s, action, need in runnable(schedule):
+        kind, i = action
+        post_s, free_s = (ran[s][-1].begin_s, ran[s][-1].end_s) if ran[s] else (0.0, 0.0)
+        arrival_s = 0.0
+        if need is not None:
+            hop = work.hops[min(s, need[0])][i]
+            wire_s = hop.forward_s if kind == FORWARD else hop.backward_s
+            arrival_s = max(sent[*need, i], post_s) + wire_s
+        begin_s = max(free_s, arrival_s)
+        end_s = begin_s + seconds_of(work.costs[s][i][schedule.settings[s][i]], kind)
+        ran[s].append(RanAction(action, begin_s, end_s, arrival_s))
+        if kind != BACKWARD_WEIGHT:
+            sent[s, action.side, i] = end_s
+    if sum(map(len, ran)) < sum(map(len, schedule.orders)):
         text = ", ".join(f"{a} of stage {s}" for s, a in blocked(schedule))
         raise PlanError(
             f"schedule: got {text} waiting for ever; expected an order that ends; check it first"
         )
-    return tuple(tuple(row) for row in ran)
-
-
-def _run(
-    work: PipelineWork,
-    schedule: PipelineSchedule,
-    s: int,
-    mine: list[RanAction],
-    sent: list[tuple[Sent, Sent]],
-) -> bool:
-    """Runs the actions that a stage can; returns whether there was one."""
-    settings, begin = schedule.settings[s], len(mine)
-    end_s = mine[-1].end_s if mine else 0.0
-    post_s = mine[-1].begin_s if mine else 0.0
-    for action in schedule.orders[s][begin:]:
-        kind, i = action
-        message = _message(work, s, action, sent)
-        if message is None:
-            break
-        arrival_s = max(message[0], post_s) + message[1] if message[0] >= 0 else 0.0
-        post_s = max(end_s, arrival_s)
-        end_s = post_s + seconds_of(work.costs[s][i][settings[i]], kind)
-        mine.append(RanAction(action, post_s, end_s, arrival_s))
-        if kind != BACKWARD_WEIGHT:
-            sent[s][kind != FORWARD][i] = end_s
-    return len(mine) > begin
-
-
-def _message(
-    work: PipelineWork, s: int, action: Action, sent: list[tuple[Sent, Sent]]
-) -> tuple[float, float] | None:
-    """Returns when an action's message was made, and its seconds on the wire.
-
-    None: it is not made yet; -1: there is nothing to receive.
-    """
-    kind, i = action
-    made_s: float | None
-    if kind == FORWARD and s > 0:
-        made_s, wire_s = sent[s - 1][0].get(i), work.hops[s - 1][i].forward_s
-    elif kind in (BACKWARD, BACKWARD_INPUT) and s + 1 < len(sent):
-        made_s, wire_s = sent[s + 1][1].get(i), work.hops[s][i].backward_s
-    else:
-        return -1.0, 0.0
-    return None if made_s is None else (made_s, wire_s)
+    return tuple(map(tuple, ran))
 
 
 def _changes(

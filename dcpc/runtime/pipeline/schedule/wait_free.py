@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from math import inf
-from typing import NamedTuple
 
 from dcpc.runtime.pipeline.schedule.actions import (
     BACKWARD,
@@ -21,50 +20,6 @@ from dcpc.runtime.pipeline.schedule.actions import (
 )
 
 ROUNDING = 1e-9  # relative, of sums of seconds in another order
-
-
-class _FlowCost(NamedTuple):
-    """A `StageCost` as the simulation reads it.
-
-    Attributes:
-        forward_s: seconds of forward.
-        backward_s: seconds of the whole backward.
-        input_s: seconds of backward's first part.
-        weight_s: seconds of its second part.
-        held: bytes between forward and backward.
-        forward: peak during forward, bytes.
-        beside: peak during backward, bytes, less those held.
-        apart: peak during either part, bytes.
-        kept: bytes between the parts.
-        more: peak during the second part, bytes, less those kept.
-    """
-
-    forward_s: float
-    backward_s: float
-    input_s: float
-    weight_s: float
-    held: float
-    forward: float
-    beside: float
-    apart: float
-    kept: float
-    more: float
-
-    @classmethod
-    def of(cls, cost: StageCost) -> _FlowCost:
-        most = cost.most_bytes(BACKWARD_WEIGHT)
-        return cls(
-            cost.forward_s,
-            cost.backward_s,
-            cost.input_s,
-            cost.weight_s,
-            cost.held_bytes,
-            cost.forward_bytes,
-            cost.backward_bytes - cost.held_bytes,
-            max(cost.most_bytes(BACKWARD_INPUT), most),
-            cost.weight_bytes,
-            most - cost.weight_bytes,
-        )
 
 
 class WaitFree:
@@ -82,9 +37,6 @@ class WaitFree:
 
     def __init__(self, work: PipelineWork, split: bool = False) -> None:
         self.work, self.split, self.simulated = work, split, 0
-        self._costs = [
-            [[_FlowCost.of(cost) for cost in options] for options in row] for row in work.costs
-        ]
 
     def order(
         self,
@@ -111,7 +63,7 @@ class WaitFree:
         lanes = []
         for s in range(work.stages):
             lane = _Lane(
-                [self._costs[s][i] for i in sequence],
+                [work.costs[s][i] for i in sequence],
                 [settings[s][i] for i in sequence],
                 work.memory_bytes[s] - spare_bytes[s],
                 caps[s],
@@ -147,13 +99,18 @@ class _Lane:
     """
 
     def __init__(
-        self, options: list[list[_FlowCost]], chosen: list[int], room: float, cap: int, least: int
+        self,
+        options: Sequence[Sequence[StageCost]],
+        chosen: list[int],
+        room: float,
+        cap: int,
+        least: int,
     ) -> None:
         self._options, self._chosen, self._room, self._cap = options, chosen, room, cap
         self._least = min(cap, least)
         self._costs = [each[k] for each, k in zip(options, chosen, strict=True)]
         self.left_s = sum([cost.forward_s + cost.backward_s for cost in self._costs])
-        self._beside = [cost.beside for cost in self._costs]
+        self._beside = [_beside(cost) for cost in self._costs]
         self._forwards = self._backwards = 0
         self._weights: deque[int] = deque()
         self._held = self._post_s = self.free_s = 0.0
@@ -202,7 +159,7 @@ class _Lane:
         if ahead_s <= now_s:
             n = self._forwards
             self._forwards += 1
-            self._held += self._costs[n].held
+            self._held += self._costs[n].held_bytes
             return self._ran(FORWARD, n, now_s, self._costs[n].forward_s)
         return self._weight(now_s) if self._weights else min(back_s, ahead_s)
 
@@ -210,21 +167,25 @@ class _Lane:
         """Takes a setting with which a micro-batch may begin now; False: there is none."""
         room = self._room - self._held
         own = max(self._beside[self._backwards : n], default=0.0)
-        for weight in self._weights:
-            own = max(own, self._costs[weight].more)
+        for cost in map(self._costs.__getitem__, self._weights):
+            own = max(own, cost.most_bytes(BACKWARD_WEIGHT) - cost.weight_bytes)
         cost = self._costs[n]
         if not self.more:
-            left = room - cost.held
-            return cost.forward <= room and own <= left and cost.beside <= left
+            left = room - cost.held_bytes
+            return cost.forward_bytes <= room and max(own, _beside(cost)) <= left
         after = self._least - (n - self._backwards) - 1
-        thin = sum([o[-1].held for o in self._options[n + 1 : n + 1 + after]]) if after > 0 else 0.0
+        thin = (
+            sum([o[-1].held_bytes for o in self._options[n + 1 : n + 1 + after]])
+            if after > 0
+            else 0.0
+        )
         fits = False
         for k, new in enumerate(self._options[n][self._chosen[n] :], self._chosen[n]):
-            left = room - new.held
-            if new.forward > room or max(own, new.beside) > left:
+            left = room - new.held_bytes
+            if new.forward_bytes > room or max(own, _beside(new)) > left:
                 continue
             fits = True
-            self._chosen[n], self._costs[n], self._beside[n] = k, new, new.beside
+            self._chosen[n], self._costs[n], self._beside[n] = k, new, _beside(new)
             if thin <= left:
                 break
         return fits
@@ -233,21 +194,22 @@ class _Lane:
         """Runs a backward, in two parts where memory has room for the values between them."""
         n = self._backwards
         cost = self._costs[n]
-        left = self._room - self._held + cost.held
-        apart = self.split and cost.weight_s > 0 and cost.apart <= left
-        if self._weights and not apart and cost.held + cost.beside > left:
+        left = self._room - self._held + cost.held_bytes
+        parts = max(cost.most_bytes(BACKWARD_INPUT), cost.most_bytes(BACKWARD_WEIGHT))
+        apart = self.split and cost.weight_s > 0 and parts <= left
+        if self._weights and not apart and cost.held_bytes + _beside(cost) > left:
             return self._weight(now_s)
         self._backwards += 1
-        self._held -= cost.held
+        self._held -= cost.held_bytes
         if not apart:
             return self._ran(BACKWARD, n, now_s, cost.backward_s)
-        self._held += cost.kept
+        self._held += cost.weight_bytes
         self._weights.append(n)
         return self._ran(BACKWARD_INPUT, n, now_s, cost.input_s)
 
     def _weight(self, now_s: float) -> str:
         n = self._weights.popleft()
-        self._held -= self._costs[n].kept
+        self._held -= self._costs[n].weight_bytes
         return self._ran(BACKWARD_WEIGHT, n, now_s, self._costs[n].weight_s)
 
     def _ran(self, kind: str, n: int, now_s: float, seconds_s: float) -> str:
@@ -255,6 +217,11 @@ class _Lane:
         self._post_s, self.free_s = now_s, now_s + seconds_s
         self.left_s -= seconds_s
         return kind
+
+
+def _beside(cost: StageCost) -> float:
+    """Peak during backward, bytes, less those held."""
+    return cost.backward_bytes - cost.held_bytes
 
 
 def _run(lanes: Sequence[_Lane], limit_s: float) -> float:
