@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 from dcpc.buckets import BATCH, Sizes
 from dcpc.codegen import Key, LoweredPair, gather_key
 from dcpc.ir import Placement
@@ -13,22 +11,10 @@ from dcpc.plan.studies import Structure, Study, split_constants, structure_of
 from dcpc.plan.traced import PlacementId
 from dcpc.symbolic_profile import Ledger
 
-
-@dataclass(frozen=True, slots=True)
-class _StructureKey:
-    """Key that placements with the same lowered graph share.
-
-    Attributes:
-        split: number of the sharding, see `PlacementId`.
-        single: keys of the constant factors of which each rank has one element (a plain number).
-        backend: backend of the graph, "eager" or "inductor".
-        degree: ranks at which recompute choices are weighed.
-    """
-
-    split: int
-    single: frozenset[int]
-    backend: str
-    degree: int
+# Of placements with the same lowered graph: number of the sharding (see `PlacementId`), keys of the
+# constant factors of which each rank has one element (a plain number), backend of the graph, and
+# degree at which recompute choices are weighed.
+_StructureKey = tuple[int, frozenset[int], str, int]
 
 
 class Priced:
@@ -102,12 +88,12 @@ class Priced:
         single = frozenset(key for key, size in constants.items() if size == sp)
         alone = bool(single) or sp == 1
         degree = sp if alone else 2 * max(chosen.across for chosen in small.nodes.values())
-        key = _StructureKey(traced.id_of(small).split, single, backend, degree)
+        key = traced.id_of(small).split, single, backend, degree
         if key not in self._graphs:
             self._graphs[key] = traced.lowering(small, None, backend, any_degree=bool(constants))
         graph = self._graphs[key]
         if constants and not graph.any_degree:
-            key = replace(key, degree=sp)
+            key = (*key[:3], sp)
             graph = traced.lowering(small, None, backend)
         if key not in self._structures:
             copies, known = self.lift.copies(graph.joint.owner), self._ledgers.get(backend)

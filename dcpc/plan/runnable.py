@@ -17,7 +17,7 @@ from dcpc.errors import CodegenError
 from dcpc.ir import Partition, Placement, Program
 from dcpc.plan.folding import lift_of
 from dcpc.plan.priced import Priced
-from dcpc.plan.traced import Hints, PlacementId, Traced
+from dcpc.plan.traced import Hints, Traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +62,6 @@ class Inspector(Protocol):
         """Checks the first call of a program rewritten from a traced one."""
 
 
-@dataclass(frozen=True, slots=True)
-class _GraphsKey:
-    placement: PlacementId
-    menu_step: int
-    backend: str
-    hints: Hints = None
-    gathers: bool = True
-    gathers_again: frozenset[int] | None = None
-
-
 class Runnable:
     """Partitions and variants of one traced program, cached.
 
@@ -83,8 +73,8 @@ class Runnable:
 
     def __init__(self, traced: Traced) -> None:
         self.traced, self.priced = traced, Priced(lift_of(traced))
-        self._partitions: dict[_GraphsKey, Partition] = {}
-        self._variants: dict[_GraphsKey, list[Variant]] = {}
+        self._partitions: dict[tuple[object, ...], Partition] = {}
+        self._variants: dict[tuple[object, ...], list[Variant]] = {}
         self.inspector: Inspector | None = None
 
     @property
@@ -115,7 +105,7 @@ class Runnable:
         backend = backend or self.traced.backend
         of = self.traced.id_of(placement)
         gathers = gathers and self.traced.units is not None
-        key = _GraphsKey(of, menu_step, backend, hints, gathers, gathers_again)
+        key = of, menu_step, backend, hints, gathers, gathers_again
         if key not in self._partitions:
             lowering = self.traced.lowering(placement, hints, backend, gathers=gathers)
             again = self.priced.made_again(
@@ -143,7 +133,7 @@ class Runnable:
         dims = self.traced.program.dims(sizes)
         backend = self._backend(placement, dims)
         of = self.traced.id_of(placement)
-        key = _GraphsKey(of, menu_step, backend, gathers_again=gathers_again)
+        key = of, menu_step, backend, gathers_again
         known = self._variants.setdefault(key, [])
         for variant in known:
             values, broken = variant.integer_values(dims, rank)

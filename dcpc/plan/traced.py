@@ -42,15 +42,6 @@ class PlacementId:
     split: int
 
 
-@dataclass(frozen=True, slots=True)
-class _LoweringKey:
-    placement: PlacementId
-    hints: Hints
-    backend: str
-    any_degree: bool
-    gathers: bool
-
-
 @dataclass(frozen=True, eq=False)
 class Traced:
     """A program on one device, with caches of everything derived from it.
@@ -86,7 +77,7 @@ class Traced:
         init=False, default_factory=dict
     )
     _splits: dict[tuple[object, ...], int] = field(init=False, default_factory=dict)
-    _lowerings: dict[_LoweringKey, LoweredPair] = field(init=False, default_factory=dict)
+    _lowerings: dict[tuple[object, ...], LoweredPair] = field(init=False, default_factory=dict)
 
     def id_of(self, placement: Placement) -> PlacementId:
         """Returns the short key of a placement of the program."""
@@ -117,7 +108,7 @@ class Traced:
         """
         backend = backend or self.backend
         units = self.units if gathers else None
-        key = _LoweringKey(self.id_of(placement), hints, backend, any_degree, units is not None)
+        key = self.id_of(placement), hints, backend, any_degree, units is not None
         if key not in self._lowerings:
             tracer, group = self.tracer(backend, hints), group_name(placement.sp)
             made = LoweredPair(

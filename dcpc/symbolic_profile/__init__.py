@@ -10,7 +10,7 @@ from dcpc.symbolic_profile.memory.optimizer import (
 )
 from dcpc.symbolic_profile.memory.sizes import bytes_of
 from dcpc.symbolic_profile.ops.onednn import halves
-from dcpc.symbolic_profile.profile import Costs, Ledger, profile_partition, with_constants, work_of
+from dcpc.symbolic_profile.profile import Costs, Ledger, profile_partition, with_constants
 from dcpc.symbolic_profile.report import (
     COLUMNS,
     ReportRow,
@@ -82,5 +82,4 @@ __all__ = [
     "step_bytes",
     "variant_formulas",
     "with_constants",
-    "work_of",
 ]

@@ -182,7 +182,7 @@ class Ledger:
         for key in (like, (self._sp, like)):
             if key in self._known_works:
                 return self._known_works[key]
-        own = work_of(node, self.facts, self._sp, forward=True)
+        own = cost_of(node, self.facts, self._sp)
         both = None if own is None else (own, replace(own, forward=False))
         ranked = own is not None and _depends_on_ranks(own)
         self._known_works[(self._sp, like) if ranked else like] = both
@@ -307,32 +307,6 @@ def with_constants(profile: Profile, values: Mapping[sympy.Symbol, sympy.Integer
 
 def _depends_on_ranks(work: Work) -> bool:
     return work.ranks > 1 or work.op_class == "collective"
-
-
-def work_of(node: fx.Node, facts: Facts, sp: GroupSize, *, forward: bool) -> Work | None:
-    """Returns the cost of one node as a call of its own, None for one without a cost (a view)."""
-    cost = cost_of(node, facts, sp) if node.op == "call_function" else None
-    if cost is None:
-        return None
-    return Work(
-        op_class=cost.op_class,
-        forward=forward,
-        dtype=_dtype(node, facts),
-        ranks=cost.ranks,
-        count=1,
-        flops=cost.flops,
-        bytes_moved=cost.bytes_moved,
-        wire_bytes=cost.wire_bytes,
-        messages=cost.messages,
-        op=cost.op,
-    )
-
-
-def _dtype(node: fx.Node, facts: Facts) -> torch.dtype:
-    """Returns the dtype of the first floating-point operand, or of the result."""
-    operands = [*facts.inputs(node), *facts.of(node)]
-    floating = [t.dtype for t in operands if t.dtype.is_floating_point]
-    return (floating or [operands[0].dtype])[0]
 
 
 def _total(terms: list[tuple[sympy.Expr, int]]) -> sympy.Expr:

@@ -10,7 +10,6 @@ time only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -18,6 +17,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from dcpc.ir import Work
 from dcpc.ops.bundles import messages
 from dcpc.symbolic_profile.ops import attention
 from dcpc.symbolic_profile.ops.elements import LOOKUPS, elementwise
@@ -26,47 +26,42 @@ from dcpc.symbolic_profile.ops.facts import Facts, GroupSize, TensorFacts, argum
 ZERO = sympy.Integer(0)
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Cost of one call; the attributes are those of `ir.Work`."""
-
-    op_class: str
-    flops: sympy.Expr = ZERO
-    bytes_moved: sympy.Expr = ZERO
-    wire_bytes: sympy.Expr = ZERO
-    ranks: int = 1
-    op: str = ""
-    messages: int = 1
-
-
-def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1) -> Cost | None:
-    """Returns the cost of a node; None for a view, an integer, a placeholder: they cost nothing."""
+def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1) -> Work | None:
+    """Returns a node as a call of forward; None for a view, an integer, a placeholder: no cost."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     fresh = facts.fresh(node)
     if not fresh:
         return None
     name = op_name(node)
-    bytes_moved = _bytes_moved(node, facts, fresh)
+    bytes_moved, dtype = _bytes_moved(node, facts, fresh), _dtype(node, facts)
     if name in WIRE:
         ranks = sp if isinstance(sp, int) else sp(str(argument(node, "group", node.args[-1])))
         if name == "dcpc::swap":
             ranks = argument(node, "across")  # neighbours
         given = facts.inputs(node)[0].size_bytes
         sent = WIRE[name](halo_bytes(node, facts) if name in HALOS else given, ranks)
-        return Cost("collective", ZERO, bytes_moved, sent, ranks, name)
+        return Work("collective", True, dtype, ranks, 1, ZERO, bytes_moved, sent, name)
     if name in ROWS:
         ranks = argument(node, "ranks")
         gathers = name == "dcpc::gather_rows"
         own = [facts.of(n)[0] for n in argument(node, "rows")] if gathers else fresh[:-1]
         sent = (ranks - 1) * total(tuple(t.size_bytes for t in own))
         count = len(row_messages(own, ranks, scalars=not gathers))
-        return Cost("collective", ZERO, bytes_moved, sent, ranks, ROWS[name], count)
+        op = ROWS[name]
+        return Work("collective", True, dtype, ranks, 1, ZERO, bytes_moved, sent, op, count)
     if name in RINGS:
         ranks = sp if isinstance(sp, int) else sp(str(argument(node, "group")))
-        return _ring(node, facts, ranks, bytes_moved)
+        return _ring(node, facts, dtype, ranks, bytes_moved)
     op_class, flops = _flops(node, facts, name.split("::")[1], fresh)
-    return Cost(op_class, flops, bytes_moved)
+    return Work(op_class, True, dtype, 1, 1, flops, bytes_moved, ZERO)
+
+
+def _dtype(node: fx.Node, facts: Facts) -> torch.dtype:
+    """Returns the dtype of the first floating-point operand, or of the result."""
+    operands = [*facts.inputs(node), *facts.of(node)]
+    floating = [t.dtype for t in operands if t.dtype.is_floating_point]
+    return (floating or [operands[0].dtype])[0]
 
 
 def _flops(
@@ -241,7 +236,9 @@ def ring_messages(steps: int, backward: bool) -> int:
     return (2 * steps - 1 if backward else steps - 1) or 1
 
 
-def _ring(node: fx.Node, facts: Facts, ranks: int, bytes_moved: sympy.Expr) -> Cost:
+def _ring(
+    node: fx.Node, facts: Facts, dtype: torch.dtype, ranks: int, bytes_moved: sympy.Expr
+) -> Work:
     """Attention whose keys and values go round, once, and their gradients, once and home.
 
     Source of the bytes: `sent_bytes` of ops/ring_route.py, of even pieces. Where
@@ -270,4 +267,4 @@ def _ring(node: fx.Node, facts: Facts, ranks: int, bytes_moved: sympy.Expr) -> C
     added = 3 * (steps - 1) * wide * (query.shape[3] if backward else value.shape[3])
     wire, moved = sympy.expand(wire) if steps > 1 else ZERO, sympy.expand(bytes_moved + added)
     messages = ring_messages(steps, backward)
-    return Cost("attention", flops, moved, wire, ranks, op_name(node), messages)
+    return Work("attention", True, dtype, ranks, 1, flops, moved, wire, op_name(node), messages)

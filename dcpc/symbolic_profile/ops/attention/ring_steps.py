@@ -21,7 +21,7 @@ MOST_POSITIONS = 8  # of a ring that are all followed
 
 
 class RingSizes(NamedTuple):
-    """Sizes of a ring besides `HeadSizes`, each an integer.
+    """Sizes of a ring besides `HeadSizes`.
 
     Attributes:
         backward: whether gradients are sent round.
@@ -31,16 +31,8 @@ class RingSizes(NamedTuple):
         averages: whether a query that sees nothing gets the mean of all values.
         queries: rows of queries of this rank.
         keys: rows of keys of this rank.
-        query_size: `size` of the queries' `RowSplit`.
-        query_parent: `parent` of it.
-        query_shift: `shift` of it.
-        query_zigzag: `zigzag` of it.
-        query_rows: `rows` of it.
-        key_size: `size` of the keys' `RowSplit`.
-        key_parent: `parent` of it.
-        key_shift: `shift` of it.
-        key_zigzag: `zigzag` of it.
-        key_rows: `rows` of it.
+        query_split: split of all queries.
+        key_split: split of all keys.
     """
 
     backward: int
@@ -50,16 +42,8 @@ class RingSizes(NamedTuple):
     averages: int
     queries: int
     keys: int
-    query_size: int
-    query_parent: int
-    query_shift: int
-    query_zigzag: int
-    query_rows: int
-    key_size: int
-    key_parent: int
-    key_shift: int
-    key_zigzag: int
-    key_rows: int
+    query_split: RowSplit
+    key_split: RowSplit
 
     @property
     def sight(self) -> Sight:
@@ -68,10 +52,7 @@ class RingSizes(NamedTuple):
 
     def route(self) -> tuple[Route, bool]:
         """Returns where keys go, and whether queries may get the mean of all values."""
-        size, parent, shift, zigzag, rows = self[7:12]
-        queries = RowSplit(size, parent, shift, bool(zigzag), rows)
-        size, parent, shift, zigzag, rows = self[12:17]
-        keys = RowSplit(size, parent, shift, bool(zigzag), rows)
+        queries, keys = self.query_split, self.key_split
         missed = self.sight.misses(queries.size * queries.rows, keys.size * keys.rows)
         everywhere = bool(self.averages) and missed
         after = self.sight.after
@@ -79,7 +60,9 @@ class RingSizes(NamedTuple):
 
 
 class RingBytes(OfIntegers):
-    """Bytes that a ring's op holds beyond inputs and outputs: of `RingSizes`, then `HeadSizes`.
+    """Bytes that a ring's op holds beyond inputs and outputs.
+
+    Of the numbers in `RingSizes`, then of `HeadSizes`.
 
     Where ranks with as many rows differ, of the one that holds most.
     """
@@ -92,9 +75,9 @@ class RingBytes(OfIntegers):
 @functools.lru_cache(maxsize=1 << 14)
 def ring_bytes(*sizes: int) -> int:
     """Returns the bytes of `RingBytes`."""
-    split = len(RingSizes._fields)
-    ring, heads = RingSizes(*sizes[:split]), HeadSizes(*sizes[split:])
-    if 0 in (heads.batch, heads.heads, heads.key_heads, heads.width, ring.key_size):
+    ring = RingSizes(*sizes[:7], _split(*sizes[7:12]), _split(*sizes[12:17]))
+    heads = HeadSizes(*sizes[17:])
+    if 0 in (heads.batch, heads.heads, heads.key_heads, heads.width, ring.key_split.size):
         return 0
     way, everywhere = ring.route()
     here = (ring.queries, ring.keys)
@@ -104,6 +87,10 @@ def ring_bytes(*sizes: int) -> int:
         middle, end = len(like) // 2, MOST_POSITIONS // 4
         like = [*like[:end], *like[middle - end : middle + end], *like[-end:]]
     return max(_Position(ring, heads, way, everywhere, i).held() for i in like)
+
+
+def _split(size: int, parent: int, shift: int, zigzag: int, rows: int) -> RowSplit:
+    return RowSplit(size, parent, shift, bool(zigzag), rows)
 
 
 class _Buffer:
