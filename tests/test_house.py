@@ -6,14 +6,14 @@ from tests.house import COUNTS, House, table
 
 HOUSE = House()
 MOST = {
-    "lines in dcpc/": 78_140,
+    "lines in dcpc/": 75_840,
     "lines in benchmarks/": 9_850,
     "methods of CompiledModel": 12,
     "methods of PipelinedModel": 12,
-    "functions > 50 lines": 23,
+    "functions > 50 lines": 22,
     "functions of >= 9 parameters": 7,
     "classes > 12 methods": 30,
-    "class names that differ by an underscore": 23,
+    "class names that differ by an underscore": 22,
     "class names that differ by a plural": 15,
     "file names that repeat": 46,
     'docstrings whose first sentence needs "what"': 8,
