@@ -20,8 +20,8 @@ from dcpc.commands.calibrate.points import shorter_points, turning_points
 from dcpc.commands.calibrate.timed import Timed
 from dcpc.ir import Work
 from dcpc.plan.runnable import Runnable
-from dcpc.symbolic_profile import work_of
 from dcpc.symbolic_profile.ops.facts import Facts
+from dcpc.symbolic_profile.ops.flops import cost_of
 from dcpc.symbolic_profile.polynomials import Basis, Floats, QueryBlock, values_of
 
 Inputs = Callable[[Sizes], Mapping[str, Tensor]]
@@ -85,7 +85,7 @@ class Bench:
         facts, self._timed = self._excerpts(None)
         self._study = runnable.priced.at(self.placement)
         self._work = [
-            work_of(n, facts, 1, forward=forward)
+            cost_of(n, facts, forward=forward)
             for timed, forward in zip(self._timed, (True, False), strict=True)
             for n in timed.calls
         ]

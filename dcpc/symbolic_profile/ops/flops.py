@@ -26,8 +26,8 @@ from dcpc.symbolic_profile.ops.facts import Facts, GroupSize, TensorFacts, argum
 ZERO = sympy.Integer(0)
 
 
-def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1) -> Work | None:
-    """Returns a node as a call of forward; None for a view, an integer, a placeholder: no cost."""
+def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1, *, forward: bool = True) -> Work | None:
+    """Returns a node as one call; None for a view, an integer, a placeholder: they cost nothing."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     fresh = facts.fresh(node)
@@ -41,7 +41,7 @@ def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1) -> Work | None:
             ranks = argument(node, "across")  # neighbours
         given = facts.inputs(node)[0].size_bytes
         sent = WIRE[name](halo_bytes(node, facts) if name in HALOS else given, ranks)
-        return Work("collective", True, dtype, ranks, 1, ZERO, bytes_moved, sent, name)
+        return Work("collective", forward, dtype, ranks, 1, ZERO, bytes_moved, sent, name)
     if name in ROWS:
         ranks = argument(node, "ranks")
         gathers = name == "dcpc::gather_rows"
@@ -49,12 +49,13 @@ def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1) -> Work | None:
         sent = (ranks - 1) * total(tuple(t.size_bytes for t in own))
         count = len(row_messages(own, ranks, scalars=not gathers))
         op = ROWS[name]
-        return Work("collective", True, dtype, ranks, 1, ZERO, bytes_moved, sent, op, count)
+        return Work("collective", forward, dtype, ranks, 1, ZERO, bytes_moved, sent, op, count)
     if name in RINGS:
         ranks = sp if isinstance(sp, int) else sp(str(argument(node, "group")))
-        return _ring(node, facts, dtype, ranks, bytes_moved)
+        flops, moved, sent, count = _ring(node, facts, ranks, bytes_moved)
+        return Work("attention", forward, dtype, ranks, 1, flops, moved, sent, name, count)
     op_class, flops = _flops(node, facts, name.split("::")[1], fresh)
-    return Work(op_class, True, dtype, 1, 1, flops, bytes_moved, ZERO)
+    return Work(op_class, forward, dtype, 1, 1, flops, bytes_moved, ZERO)
 
 
 def _dtype(node: fx.Node, facts: Facts) -> torch.dtype:
@@ -237,9 +238,11 @@ def ring_messages(steps: int, backward: bool) -> int:
 
 
 def _ring(
-    node: fx.Node, facts: Facts, dtype: torch.dtype, ranks: int, bytes_moved: sympy.Expr
-) -> Work:
-    """Attention whose keys and values go round, once, and their gradients, once and home.
+    node: fx.Node, facts: Facts, ranks: int, bytes_moved: sympy.Expr
+) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr, int]:
+    """Returns FLOPs, bytes moved and sent, and messages where keys and values go round.
+
+    These go once, and their gradients once and home.
 
     Source of the bytes: `sent_bytes` of ops/ring_route.py, of even pieces. Where
     only so many keys before a query are seen, and pieces are in order, keys go no further than
@@ -266,5 +269,4 @@ def _ring(
     wide = query.shape[0] * query.shape[1] * query.shape[2] * wider
     added = 3 * (steps - 1) * wide * (query.shape[3] if backward else value.shape[3])
     wire, moved = sympy.expand(wire) if steps > 1 else ZERO, sympy.expand(bytes_moved + added)
-    messages = ring_messages(steps, backward)
-    return Work("attention", True, dtype, ranks, 1, flops, moved, wire, op_name(node), messages)
+    return flops, moved, wire, ring_messages(steps, backward)
