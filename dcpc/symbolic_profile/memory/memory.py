@@ -102,10 +102,10 @@ def timeline_of(
     """
     again = set(run.forward)
     if stays is not None:
-        run = replace(run, gradients=[g for n, g in enumerate(run.gradients) if n in stays])
+        run = replace(run, gradients=tuple(g for n, g in enumerate(run.gradients) if n in stays))
     outputs = [g for g in run.gradients if g is not None]
     held = [t for t in run.tangents if t.meta["val"].ndim]  # a loss's is a scalar
-    run = replace(run, gradients=[*outputs, *held])
+    run = replace(run, gradients=(*outputs, *held))
     kept = _kept(fold, run.backward, numbered)
     recorder = Recorder()
     if fuses:

@@ -24,6 +24,8 @@ class RingSizes(NamedTuple):
     """Sizes of a ring besides `HeadSizes`.
 
     Attributes:
+        query_split: split of all queries.
+        key_split: split of all keys.
         backward: whether gradients are sent round.
         ranks: ranks of the group.
         across: ranks at a position.
@@ -31,10 +33,10 @@ class RingSizes(NamedTuple):
         averages: whether a query that sees nothing gets the mean of all values.
         queries: rows of queries of this rank.
         keys: rows of keys of this rank.
-        query_split: split of all queries.
-        key_split: split of all keys.
     """
 
+    query_split: RowSplit
+    key_split: RowSplit
     backward: int
     ranks: int
     across: int
@@ -42,8 +44,6 @@ class RingSizes(NamedTuple):
     averages: int
     queries: int
     keys: int
-    query_split: RowSplit
-    key_split: RowSplit
 
     @property
     def sight(self) -> Sight:
@@ -62,7 +62,7 @@ class RingSizes(NamedTuple):
 class RingBytes(OfIntegers):
     """Bytes that a ring's op holds beyond inputs and outputs.
 
-    Of the numbers in `RingSizes`, then of `HeadSizes`.
+    Of the integers of `RingSizes`, those of its splits, and `HeadSizes`.
 
     Where ranks with as many rows differ, of the one that holds most.
     """
@@ -75,7 +75,7 @@ class RingBytes(OfIntegers):
 @functools.lru_cache(maxsize=1 << 14)
 def ring_bytes(*sizes: int) -> int:
     """Returns the bytes of `RingBytes`."""
-    ring = RingSizes(*sizes[:7], _split(*sizes[7:12]), _split(*sizes[12:17]))
+    ring = RingSizes(_split(*sizes[7:12]), _split(*sizes[12:17]), *sizes[:7])
     heads = HeadSizes(*sizes[17:])
     if 0 in (heads.batch, heads.heads, heads.key_heads, heads.width, ring.key_split.size):
         return 0
