@@ -93,12 +93,13 @@ class Priced:
             self._graphs[key] = traced.lowering(small, None, backend, any_degree=bool(constants))
         graph = self._graphs[key]
         if constants and not graph.any_degree:
-            key = (*key[:3], sp)
+            degree = sp
+            key = (*key[:3], degree)
             graph = traced.lowering(small, None, backend)
         if key not in self._structures:
             copies, known = self.lift.copies(graph.joint.owner), self._ledgers.get(backend)
             found = structure_of(
-                graph, key.degree, self._reference, traced.device, copies, known,
+                graph, degree, self._reference, traced.device, copies, known,
                 traced.staying(graph),
             )  # fmt: skip
             self._structures[key] = found
