@@ -117,9 +117,7 @@ def report(
         typer.Option(min=1, help="ranks; planned for the first, others: what if"),
     ] = None,
     pipeline: Stages = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="formulas, ways to split attention")
-    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="formulas, ways to split attention")] = False,
     *,
     options: PlanOptions,
 ) -> None:
