@@ -6,7 +6,7 @@ from tests.house import COUNTS, House, table
 
 HOUSE = House()
 MOST = {
-    "lines in dcpc/": 75_840,
+    "lines in dcpc/": 76_560,
     "lines in benchmarks/": 9_850,
     "methods of CompiledModel": 12,
     "methods of PipelinedModel": 12,
