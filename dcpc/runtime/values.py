@@ -53,7 +53,7 @@ def out_of_range(inputs: Mapping[str, Tensor], ranges: Ranges) -> WrongValue | N
 
 
 def not_numbers(inputs: Mapping[str, Tensor]) -> WrongValue | None:
-    """Returns the first NaN of inputs, or None. Infinities are what masks are made of."""
+    """Returns the first NaN of inputs, or None. Masks are made of infinities."""
     for name, x in inputs.items():
         floating = x.is_floating_point() and x.device.type == "cpu"
         # A sum is NaN where an element is (or where two infinities cancel): it needs no mask.

@@ -77,7 +77,7 @@ def waits_for(action: Action, stage: int, stages: int) -> tuple[int, str] | None
 
 
 def runnable(schedule: PipelineSchedule) -> Iterator[tuple[int, Action, tuple[int, str] | None]]:
-    """Yields (stage, action, what `waits_for` says of it), each after what it waits for (Kahn)."""
+    """Yields (stage, action, its sender by `waits_for`), each after that sender's action (Kahn)."""
     at = [0] * schedule.stages
     done: set[tuple[int, str, int]] = set()
     todo = deque(range(schedule.stages))
