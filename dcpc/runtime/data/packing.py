@@ -85,7 +85,7 @@ def pack(
 def fill_rows(
     lengths: Iterable[tuple[int, int]], capacity: Mapping[int, int]
 ) -> list[tuple[int, ...]]:
-    """Returns rows that hold every sequence once: the longest left, filled up by those that fit best."""
+    """Returns rows that hold every sequence once: the longest left, filled up best first."""
     pairs = sorted(lengths, key=lambda pair: pair[1])  # the longest is the last
     ids, left = [i for i, _ in pairs], [n for _, n in pairs]
     rows = []
