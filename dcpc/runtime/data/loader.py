@@ -55,6 +55,10 @@ from dcpc.runtime.planner.table import PlanTable, mode_table
 
 LOG = logging.getLogger("dcpc")
 T = TypeVar("T")
+_UNCOUNTED = (
+    "got a stream, whose number of samples is known at its end; expected samples by number; train "
+    "for a number of steps: zip(range(steps), loader), or itertools.islice(loader, steps)"
+)
 
 
 class DataLoader:
@@ -285,11 +289,7 @@ class DataLoader:
         """
         check_count("epoch", epoch, 0)
         if self._stream is not None:
-            raise DataError(
-                "count_steps: got a stream, whose number of samples is known at its end; expected "
-                "samples by number; train for a number of steps: "
-                "zip(range(steps), loader), or itertools.islice(loader, steps)"
-            )
+            raise DataError(f"count_steps: {_UNCOUNTED}")
         recipe, samples = self.recipe, self._maker.samples
         if recipe.allowed.least > 1 or recipe.allowed.most:
             raise DataError(
@@ -303,6 +303,8 @@ class DataLoader:
 
     def __len__(self) -> int:
         """Returns the steps of each epoch; an error where epochs may have different numbers."""
+        if self._stream is not None:
+            raise NoLengthError(f"len(loader): {_UNCOUNTED}")
         if not self._epochs_alike:
             raise NoLengthError(
                 "len(loader): got a loader whose epochs may differ in their number of steps, which "

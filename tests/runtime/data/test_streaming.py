@@ -207,6 +207,8 @@ def test_what_needs_the_length_of_a_stream_is_refused():
     loader = loader_for(Plain(9))
     with pytest.raises(DataError, match="count_steps: got a stream, whose number of samples"):
         loader.count_steps(0)
+    with pytest.raises(TypeError, match=r"len\(loader\): got a stream, whose number of samples"):
+        len(loader)
     state = loader_for(ByNumber(9)).state_dict()
     with pytest.raises(DataError, match=r"loader state: got fields epoch.*expected .*source"):
         loader.load_state_dict(state)
