@@ -107,7 +107,7 @@ DATA = {
         _data("a generator", (s for s in samples()),
               "pass a class whose `__iter__` makes the generator, or a list of its samples"),
         _data("a stream of none", Streamed([])),
-        _data("a stream that raises", Streamed(samples(), OSError("the shard is gone"))),
+        _data("a stream that raises", Streamed([], OSError("the shard is gone"))),
         _data("a mapping of columns", {"ids": [1], "labels": [1]}),
         Kind("a `__len__` that lies", DataError, lambda g: list(g.loader(Lies(samples())))),
         _data("a `__len__` below 0", Negative(samples())),
