@@ -86,15 +86,18 @@ def test_loss_of_outputs_is_exact(kind, loss):
     assert max(errors(0, 1, kind, loss, 1)) < 1e-10
 
 
-@pytest.mark.parametrize("sp", [1, 2])
-def test_loss_of_outputs_is_exact_on_two_ranks(sp):
-    for found in run_ranks(errors, 2, 2, Logits, weighted, sp):
+def at_both_degrees(rank):
+    return [max(errors(rank, 2, Logits, weighted, sp)) for sp in (1, 2)]
+
+
+def test_loss_of_outputs_is_exact_on_two_ranks():
+    for found in run_ranks(at_both_degrees, 2):
         assert max(found) < 1e-10
 
 
 def test_steps_train_on_the_loss_of_outputs():
     model = model_of()
-    compiled = dcpc.compile(model, BUCKETS, backend="eager", loss=weighted)
+    compiled = dcpc.compile(model, BUCKETS, backend="eager", loss=weighted, verify="off")
     samples = [{n: x[0] for n, x in data(3 + i % 6, 1, i).items()} for i in range(6)]
     loader = dcpc.DataLoader(
         samples, compiled, tokens_per_step=1000, pad={"ids": 0, "labels": -100}, shuffle=False,
@@ -170,7 +173,7 @@ def test_model_without_a_loss_is_told_of_the_option():
 
 def test_changed_model_is_followed_with_its_loss():
     model = model_of()
-    compiled = dcpc.compile(model, BUCKETS, backend="eager", loss=weighted)
+    compiled = dcpc.compile(model, BUCKETS, backend="eager", loss=weighted, verify="off")
     model.head.weight = nn.Parameter(model.head.weight.detach() * 2)
     assert compiled_error(compiled, model, data(4), 1.0, weighted) < 1e-10
 
@@ -189,7 +192,7 @@ def test_teacher_in_the_loss_is_a_constant():
     with torch.no_grad():
         for p in student.parameters():
             p.mul_(0.5)
-    compiled = dcpc.compile(student, BUCKETS, backend="eager", loss=distilled)
+    compiled = dcpc.compile(student, BUCKETS, backend="eager", loss=distilled, verify="off")
     assert compiled_error(compiled, student, data(9), 1.0, distilled) < 1e-10
 
 
@@ -203,7 +206,7 @@ def test_parameter_outside_of_the_model_is_refused():
         dcpc.compile(model_of(), BUCKETS, backend="eager", loss=pulled)
     other.requires_grad_(False)
     model = model_of()
-    compiled = dcpc.compile(model, BUCKETS, backend="eager", loss=pulled)
+    compiled = dcpc.compile(model, BUCKETS, backend="eager", loss=pulled, verify="off")
     assert compiled_error(compiled, model, data(4), 1.0, pulled) < 1e-10
 
 

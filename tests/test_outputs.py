@@ -85,7 +85,7 @@ def through_an_input(rank: int, world: int) -> float:
     torch.manual_seed(0)
     maker, judge = nn.Linear(3, 4).double(), Judge().double()
     buckets = dcpc.Buckets({"z": "float64[batch, seq, 4] requires_grad"}, [{"seq": 6}])
-    compiled = dcpc.compile(judge, buckets, backend="eager", sp=world)
+    compiled = dcpc.compile(judge, buckets, backend="eager", sp=world, verify="off")
     noise = torch.randn(2, 6, 3, dtype=torch.float64)
     got = torch.autograd.grad(compiled(z=maker(noise)), [*maker.parameters()])
     want = torch.autograd.grad(judge(maker(noise)), [*maker.parameters()])
@@ -104,7 +104,7 @@ def test_a_generator_has_the_whole_gradient_on_each_rank():
 
 def test_an_input_that_is_not_declared_to_learn_says_how():
     buckets = dcpc.Buckets({"z": "float64[batch, seq, 4]"}, [{"seq": 6}])
-    compiled = dcpc.compile(Judge().double(), buckets, backend="eager")
+    compiled = dcpc.compile(Judge().double(), buckets, backend="eager", verify="off")
     z = torch.randn(2, 6, 4, dtype=torch.float64, requires_grad=True)
     with pytest.raises(dcpc.DispatchError, match=r"z: 'float64\[batch, seq, 4\] requires_grad'"):
         compiled(z=z)
@@ -118,4 +118,4 @@ def test_integers_do_not_learn():
 def test_dims_with_names_of_torchs_own_are_refused():
     buckets = dcpc.Buckets({"z": "float64[batch, s7, 4]"}, [{"s7": 6}])
     with pytest.raises(dcpc.TraceError, match="dim_s7"):
-        dcpc.compile(Judge().double(), buckets, backend="eager")
+        dcpc.compile(Judge().double(), buckets, backend="eager", verify="off")

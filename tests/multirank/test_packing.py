@@ -97,7 +97,7 @@ def test_a_collators_flattened_batch_is_what_the_plain_model_makes_of_it(name):
     inputs = DataCollatorWithFlattening(return_tensors="pt")(given)
     assert inputs["position_ids"].tolist() == [[i for n in data.lengths for i in range(n)]]
     buckets = dcpc.Buckets(inputs=POSITIONS, sizes=[{"seq": 41}])
-    compiled = dcpc.compile(model, buckets, backend="eager", device=SPLITTING)
+    compiled = dcpc.compile(model, buckets, backend="eager", device=SPLITTING, verify="off")
     assert compiled_error(compiled, model, dict(inputs)) < 1e-10
 
 

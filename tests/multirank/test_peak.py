@@ -34,7 +34,7 @@ def peaks(rank: int) -> tuple[int, list[int], dict[int, list[int]]]:
         sizes=[{"seq": SEQ, "batch": 1}],
     )
     model = GPT(GPTConfig(vocab_size=256, dim=64, n_layers=2, n_heads=4))
-    compiled = dcpc.compile(model, buckets, backend="eager", device=SPLITTING, sp=2)
+    compiled = dcpc.compile(model, buckets, backend="eager", device=SPLITTING, sp=2, verify="off")
     predicted = compiled.predict({"seq": SEQ})
     x = {k: v[None] for k, v in Tokens()[0].items()}
     compiled(**x).backward()

@@ -4,6 +4,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ from tests.cases.asks import (
     trained,
 )
 from tests.cases.exactness import SPLITTING
-from tests.cases.launch import run_ranks
+from tests.cases.launch import run_prepared, run_ranks
+from tests.cases.ready import Ready
 from tests.cases.stages import CASES
 
 pytestmark = pytest.mark.multirank
@@ -65,13 +67,27 @@ def parts(name: str) -> tuple[nn.Module, dcpc.Buckets, Any, dict[str, int]]:
     return model, dcpc.Buckets(TEXT, sizes=sizes), DATA, PAD
 
 
-def made(name: str, stages: int, tokens: int = 150, **options: Any):
+def ready(name: str, ranks: int, stages: int, options: dict[str, Any]) -> Ready:
+    """A model to be compiled by some ranks."""
     warnings.simplefilter("ignore")
-    model, buckets, data, pad = parts(name)
+    if name == "llama":
+        language_models.in_float64()
+    model, buckets, _, _ = parts(name)
     options = {"backend": "eager", "device": SPLITTING, "verify": "off", **options}
-    compiled = dcpc.compile(model, buckets, pipeline=stages, **options)
+    return Ready(model, buckets, ranks, pipeline=stages, **options)
+
+
+def loaded(compiled: dcpc.CompiledModel, name: str, tokens: int = 150):
+    _, _, data, pad = parts(name)
     loader = dcpc.DataLoader(data, compiled, tokens_per_step=tokens, pad=pad, weight=_weight(name))
     return compiled, loader, data
+
+
+def made(name: str, stages: int, tokens: int = 150, **options: Any):
+    warnings.simplefilter("ignore")
+    model, buckets, _, _ = parts(name)
+    options = {"backend": "eager", "device": SPLITTING, "verify": "off", **options}
+    return loaded(dcpc.compile(model, buckets, pipeline=stages, **options), name, tokens)
 
 
 def _weight(name: str) -> Any:
@@ -85,16 +101,18 @@ def _counted(name: str):
     return lambda sample: int(weigh(sample))
 
 
-def worst_of(
-    rank: int, name: str, stages: int, tokens: int, options: dict[str, Any]
-) -> tuple[float, float, list[Any], int]:
+def trains(name: str, tokens: int, *given: Any) -> tuple[str, int, Ready]:
+    return name, tokens, ready(name, *given)
+
+
+def worst_of(rank: int, given: tuple[str, int, Ready]) -> tuple[float, float, list[Any], int]:
     """Returns the worst error of a gradient or loss, of the state after an epoch, and counts.
 
     The last count is of backwards in two parts.
     """
-    if name == "llama":
-        language_models.in_float64()
-    compiled, loader, data = made(name, stages, tokens, **options)
+    warnings.simplefilter("ignore")
+    name, tokens, prepared = given
+    compiled, loader, data = loaded(prepared.compile(), name, tokens)
     alone = parts(name)[0]
     steps = list(loader)
     found = trained(compiled, steps, alone, data, _counted(name))
@@ -115,7 +133,8 @@ def worst_of(
 )
 @pytest.mark.slow
 def test_steps_have_the_plain_models_numbers(name, ranks, stages, tokens, options):
-    found = run_ranks(worst_of, ranks, name, stages, tokens, options, timeout_s=240.0)
+    given = name, tokens, ranks, stages, options
+    found = run_prepared(trains, worst_of, ranks, *given, timeout_s=240.0)
     for worst, state, counts, apart in found:
         assert worst < 1e-10
         assert state < 1e-10
@@ -123,9 +142,10 @@ def test_steps_have_the_plain_models_numbers(name, ranks, stages, tokens, option
         assert len({*counts}) > 1, "another number of micro-batches from step to step"
 
 
-def refusals(rank: int) -> dict[str, str]:
+def refusals(rank: int, prepared: Ready) -> dict[str, str]:
     """Returns what is said to each thing that a model in stages does not do."""
-    compiled, loader, _ = made("gpt", 2)
+    warnings.simplefilter("ignore")
+    compiled, loader, _ = loaded(prepared.compile(), "gpt")
     batch, step = DATA[0], next(iter(loader))
     said = {}
     asked = {
@@ -177,7 +197,7 @@ OPTIONS = {"sp": [1, 2], "parameters": "rounds", "speeds": "auto"}
 
 
 def test_what_does_not_go_with_stages_is_refused_by_name_and_changes_nothing():
-    found = run_ranks(refusals, 2, timeout_s=240.0)
+    found = run_prepared(ready, refusals, 2, "gpt", 2, 2, {}, timeout_s=240.0)
     for said in found:
         for what in ("call", "reduce_gradients", "source"):
             assert "pipeline=" in said[what]
@@ -193,15 +213,23 @@ def test_what_does_not_go_with_stages_is_refused_by_name_and_changes_nothing():
     assert sum(float(said["squares"]) for said in found) ** 0.5 == pytest.approx(1e-3, rel=1e-4)
 
 
-def resumed(rank: int, folder: str) -> list[float]:
+LAYOUTS = ({"pipeline": 2, "sp": 2, "parameters": "step"}, {}, {"pipeline": 4})
+
+
+def layouts() -> list[Ready]:
+    warnings.simplefilter("ignore")
+    options = {"backend": "eager", "verify": "off", "device": SPLITTING}
+    buckets = parts("gpt")[1]
+    return [Ready(gpt(layers=4), buckets, 4, **options, **layout) for layout in LAYOUTS]
+
+
+def resumed(rank: int, prepared: list[Ready], folder: str) -> list[float]:
     """Returns how far from the plain model's a step is after checkpoints of other layouts."""
     warnings.simplefilter("ignore")
     alone, found, loss = gpt(layers=4), [], []
     plain = torch.optim.AdamW(alone.parameters(), lr=0.1)
-    at = [{"pipeline": 2, "sp": 2, "parameters": "step"}, {}, {"pipeline": 4}]
-    for number, options in enumerate(at):
-        compiled = dcpc.compile(gpt(layers=4), parts("gpt")[1], backend="eager", verify="off",
-                                device=SPLITTING, **options)  # fmt: skip
+    for number, each in enumerate(prepared):
+        compiled = each.compile()
         loader = dcpc.DataLoader(DATA, compiled, samples_per_step=2, pad=PAD, weight="labels")
         of_step, errors = next_after_checkpoint(
             folder, number, compiled, loader, alone, plain,
@@ -209,7 +237,7 @@ def resumed(rank: int, folder: str) -> list[float]:
         )  # fmt: skip
         loss.append(of_step)
         found += errors
-    assert len({*map(float, loss)}) == len(at), "each step has other samples"
+    assert len({*map(float, loss)}) == len(LAYOUTS), "each step has other samples"
     return found
 
 
@@ -276,15 +304,21 @@ def test_a_stage_that_trains_nothing_has_an_optimizer(tmp_path):
 
 @pytest.mark.slow
 def test_checkpoints_go_on_in_any_number_of_stages_and_in_none(tmp_path):
-    for errors in run_ranks(resumed, 4, str(tmp_path), timeout_s=240.0):
+    resuming = partial(resumed, folder=str(tmp_path))
+    for errors in run_prepared(layouts, resuming, 4, timeout_s=240.0):
         assert max(errors) < 1e-10
 
 
-def in_groups(rank: int) -> tuple[Any, str, int, list[float], str]:
-    """Returns what comes of two stages of two ranks each, at lengths that 2 does not divide."""
+def grouped() -> Ready:
     warnings.simplefilter("ignore")
     buckets = dcpc.Buckets(TEXT, sizes=[{"seq": n, "batch": 2} for n in (17, 49)])
-    compiled = dcpc.compile(gpt(), buckets, pipeline=2, sp=2, backend="eager", device=SPLITTING)
+    return Ready(gpt(), buckets, 4, pipeline=2, sp=2, backend="eager", device=SPLITTING)
+
+
+def in_groups(rank: int, made: Ready) -> tuple[Any, str, int, list[float], str]:
+    """Returns what comes of two stages of two ranks each, at lengths that 2 does not divide."""
+    warnings.simplefilter("ignore")
+    compiled = made.compile()
     loader = dcpc.DataLoader(DATA, compiled, tokens_per_step=150, pad=PAD, weight="labels")
     alone = gpt()
     found = trained(compiled, loader, alone, DATA, _counted("gpt"))
@@ -305,7 +339,7 @@ def in_groups(rank: int) -> tuple[Any, str, int, list[float], str]:
 
 
 def test_stages_of_several_ranks_have_the_plain_models_numbers():
-    ranks = run_ranks(in_groups, 4, timeout_s=240.0)
+    ranks = run_prepared(grouped, in_groups, 4, timeout_s=240.0)
     assert [each[2] for each in ranks] == [0, 0, 1, 1], "neighbours run a stage together"
     for found, report, _, errors, said in ranks:
         assert max(errors) < 1e-10

@@ -70,7 +70,7 @@ def test_several_keys_or_a_mask_stay(frames, options):
 @pytest.mark.parametrize("layout", ["three", "chunks"])
 def test_gradients_are_the_plain_models_zeros_included(layout):
     model, buckets = make(1, layout=layout)
-    compiled = dcpc.compile(model, buckets, backend="eager")
+    compiled = dcpc.compile(model, buckets, backend="eager", verify="off")
     inputs = sample(1, 3)
     assert compiled_error(compiled, model, inputs) < 1e-14
     _, expected = plain(model, inputs)
@@ -122,12 +122,17 @@ def test_part_of_a_projection_is_of_its_own_rows(name):
     program = trace(model, buckets)
     (linear,) = (n for n in program.gm.graph.nodes if n.target is torch.ops.aten.linear.default)
     assert program.info[linear.name].shape[-1] == rows
-    assert compiled_error(dcpc.compile(model, buckets, backend="eager"), model, x) < 1e-10
+    assert (
+        compiled_error(dcpc.compile(model, buckets, backend="eager", verify="off"), model, x)
+        < 1e-10
+    )
 
 
 def over_ranks(rank: int) -> float:
     model, buckets = make(1)
-    return compiled_error(dcpc.compile(model, buckets, backend="eager", sp=2), model, sample(1, 3))
+    return compiled_error(
+        dcpc.compile(model, buckets, backend="eager", sp=2, verify="off"), model, sample(1, 3)
+    )
 
 
 @pytest.mark.multirank
