@@ -9,7 +9,7 @@ import itertools
 import random
 import tempfile
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ class Choice:
         name: as the page says it.
         compile: options of `dcpc.compile`.
         loader: options of `dcpc.DataLoader`.
-        more: what else a run does: "outputs", "evaluate", "checkpoint".
+        more: what else a run does: "stream", "outputs", "evaluate", "checkpoint".
     """
 
     name: str
@@ -67,6 +67,7 @@ CHOICES = (
     Choice("recompute", {"recompute": "all"}),
     Choice("unpad", {"unpad": True}),
     Choice("packing", loader={"packing": "segment_ids"}),
+    Choice("stream", more="stream"),
     Choice("outputs", more="outputs"),
     Choice("evaluate", more="evaluate"),
     Choice("loss", {"loss": cross_entropy}),
@@ -177,6 +178,16 @@ class Samples:
         return {name: x[None] for name, x in sample.items()}
 
 
+class Streamed:
+    """The texts as a stream."""
+
+    def __init__(self, texts: Samples) -> None:
+        self.texts = texts
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return map(self.texts.__getitem__, range(len(self.texts)))
+
+
 class Together:
     """Several choices together, on this rank.
 
@@ -206,8 +217,9 @@ class Together:
         self.compiled = dcpc.compile(self.model, buckets, **self.options)
         if not self.packing:
             loader["pad"] = PAD
+        data = Streamed(self.data) if "stream" in self.more else self.data
         self.loader = dcpc.DataLoader(
-            self.data, self.compiled, tokens_per_step=48, weight="labels", **loader
+            data, self.compiled, tokens_per_step=48, weight="labels", **loader
         )
 
     def plain(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -375,6 +387,7 @@ def _asked(choice: Choice) -> str:
     told = {**choice.compile, **choice.loader}
     if choice.more:
         return {
+            "stream": "`DataLoader(stream, ...)`",
             "outputs": "`train_step(step, outputs=True)`",
             "evaluate": '`evaluate(batch, between="pad", pad=...)`',
             "checkpoint": "`save(...)`, `load(...)`",

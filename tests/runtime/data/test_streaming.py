@@ -235,9 +235,15 @@ def test_data_that_became_shorter_or_other_is_noticed(caplog):
 def test_a_rank_holds_no_more_than_the_window():
     """Of an endless stream nothing stays but the samples that wait."""
     loader = loader_for(Plain(10**9), window=16)
+    state = loader.state_dict()
     for _ in islice(loader, 30):
-        held = loader._maker.samples._loaded
-        assert len(held) <= 16 + 1
+        assert len(loader._maker.samples._loaded) <= 16 + 1
+        state = max(state, loader.state_dict(), key=lambda s: len(s["ahead"]))
+    assert len(state["ahead"]) > 1
+    again = loader_for(Plain(10**9), window=16)
+    again.load_state_dict(state)
+    for _ in islice(again, 5):
+        assert len(again._stream._held) <= 1, "what was trained is dropped"
 
 
 class Training(FakeCompiled):
