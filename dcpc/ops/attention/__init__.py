@@ -15,7 +15,7 @@ from dcpc.ops.attention.kernels import (
     takes,
 )
 from dcpc.ops.attention.of_rows import ROWS_OP
-from dcpc.ops.attention.op import EMPTY
+from dcpc.ops.attention.op import DIRECT, EMPTY
 from dcpc.ops.attention.partial import Backward, Forward, Operands
 from dcpc.ops.attention.rectangles import sees
 from dcpc.ops.attention.spec import (
