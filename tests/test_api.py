@@ -16,7 +16,6 @@ import dcpc
 from dcpc.compiled.model.saving import ModelSaving
 from dcpc.compiled.pipeline import PipelinedModel
 from models.gpt import GPT, GPTConfig
-from tests.cases.ready import traced_once
 
 INPUTS = dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]")
 
@@ -268,7 +267,7 @@ def needs(compiled, bucket, recompute):
 
 def test_recompute_is_just_enough():
     size = dcpc.Buckets(inputs=INPUTS, sizes=[{"seq": 256, "batch": 4}])
-    options = {"backend": "eager", "optimizer_bytes": 0, "verify": "off"}
+    options = {"backend": "eager", "optimizer_bytes": 0}
     roomy = dcpc.compile(gpt(), size, **options)
     (bucket,) = size
     resident = 2 * sum(p.nbytes for p in roomy.parameters())
@@ -293,15 +292,14 @@ def test_optimizer_has_its_place_in_the_plan():
         (table,) = planned.tables.values()
         return table[0].needed_bytes
 
+    none = needed(optimizer_bytes=0)
+    assert needed() - none == 2 * size_bytes
+    assert needed(optimizer=torch.optim.SGD) == none
     momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    assert needed(optimizer=momentum) - none == size_bytes
+    assert needed(optimizer=torch.optim.AdamW) - none == 2 * size_bytes + 4 * counts
     made = torch.optim.AdamW(model.parameters())
-    with traced_once():
-        none = needed(optimizer_bytes=0)
-        assert needed() - none == 2 * size_bytes
-        assert needed(optimizer=torch.optim.SGD) == none
-        assert needed(optimizer=momentum) - none == size_bytes
-        assert needed(optimizer=torch.optim.AdamW) - none == 2 * size_bytes + 4 * counts
-        share = needed(optimizer=made, parameters="step") - none
+    share = needed(optimizer=made, parameters="step") - none
     # Half of Adam's two tensors, and a comm bucket twice, which is as large as so small a model.
     assert 3 * size_bytes <= share < 3.1 * size_bytes
     with pytest.raises(dcpc.PlanError, match="expected one of them"):
@@ -313,7 +311,7 @@ def test_a_model_without_memory_is_planned_as_one_with():
     with torch.device("meta"):
         hollow = GPT(config)
     shapes = buckets(32, 512)
-    options = {"world": 4, "device": "h200", "memory": 40e6, "backend": "eager"}
+    options = {"world": 4, "device": "h200", "memory": 40e6}
     expected = dcpc.api.plan(GPT(config), shapes, **options)
     found = dcpc.api.plan(hollow, shapes, **options)
     assert found.report() == expected.report()

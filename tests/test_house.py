@@ -6,14 +6,14 @@ from tests.house import COUNTS, House, table
 
 HOUSE = House()
 MOST = {
-    "lines in dcpc/": 76_560,
-    "lines in benchmarks/": 9_850,
+    "lines in dcpc/": 76_640,
+    "lines in benchmarks/": 9_815,
     "methods of CompiledModel": 12,
     "methods of PipelinedModel": 12,
-    "functions > 50 lines": 22,
+    "functions > 50 lines": 20,
     "functions of >= 9 parameters": 7,
     "classes > 12 methods": 30,
-    "class names that differ by an underscore": 22,
+    "class names that differ by an underscore": 21,
     "class names that differ by a plural": 15,
     "file names that repeat": 46,
     'docstrings whose first sentence needs "what"': 8,

@@ -315,17 +315,19 @@ def grouped() -> Ready:
     return Ready(gpt(), buckets, 4, pipeline=2, sp=2, backend="eager", device=SPLITTING)
 
 
-def in_groups(rank: int, made: Ready) -> tuple[Any, str, int, list[float], str]:
+def in_groups(rank: int, made: Ready) -> tuple[Any, str, int, list[float], str, set[int]]:
     """Returns what comes of two stages of two ranks each, at lengths that 2 does not divide."""
     warnings.simplefilter("ignore")
     compiled = made.compile()
     loader = dcpc.DataLoader(DATA, compiled, tokens_per_step=150, pad=PAD, weight="labels")
     alone = gpt()
     found = trained(compiled, loader, alone, DATA, _counted("gpt"))
-    batch = {n: torch.stack([DATA[i][n][:17] for i in (0, 4)]) for n in TEXT}
-    plain = alone(**batch).detach()
-    with torch.no_grad():
-        losses = [compiled.evaluate(batch), compiled(**batch)]
+    errors = []
+    for length in (17, 13, 3):
+        batch = {n: torch.stack([DATA[i][n][:length] for i in (0, 4)]) for n in TEXT}
+        with torch.no_grad():
+            losses = [compiled.evaluate(batch), compiled(**batch)]
+        errors += [far(x, alone(**batch).detach()) for x in losses]
     assert compiled.model.training
     assert not any(x.requires_grad for x in losses)
     with pytest.raises(GroupError) as error:
@@ -333,15 +335,16 @@ def in_groups(rank: int, made: Ready) -> tuple[Any, str, int, list[float], str]:
     step = next(iter(loader))  # nothing of it is left over
     loss = compiled.train_step(step).loss
     ids = [i for mb in step.plan.micro_batches for i in mb.sample_ids]
-    errors = [far(x, plain) for x in losses]
     errors.append(far(loss, plain_step(alone, DATA, ids, _counted("gpt"))))
-    return found, compiled.report(), compiled.stage, errors, str(error.value)
+    ran_at = {mb.shape["seq"] for mb in step.plan.micro_batches}
+    return found, compiled.report(), compiled.stage, errors, str(error.value), ran_at
 
 
 def test_stages_of_several_ranks_have_the_plain_models_numbers():
     ranks = run_prepared(grouped, in_groups, 4, timeout_s=240.0)
     assert [each[2] for each in ranks] == [0, 0, 1, 1], "neighbours run a stage together"
-    for found, report, _, errors, said in ranks:
+    for found, report, _, errors, said, ran_at in ranks:
+        assert ran_at <= {*DATA.lengths}, "micro-batches are as long as their longest sample"
         assert max(errors) < 1e-10
         assert "checksum of input" in said
         assert found.worst < 1e-10

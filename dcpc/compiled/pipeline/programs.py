@@ -7,12 +7,13 @@ are in no program of those between: they hand them on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import sympy
 import torch
 from torch import fx
 
@@ -51,6 +52,38 @@ class StageProgram:
 def size_named(name: str) -> int:
     """Stands for a size in a stage's program; the code that is made of it has the expression."""
     raise AssertionError(f"size {name} is not computed by the program itself")
+
+
+def sizes_of_shapes(
+    program: Program, known: Iterable[tuple[TensorInfo, torch.Tensor]]
+) -> dict[str, int]:
+    """Returns the length of each dim that the shapes of values say.
+
+    Args:
+        program: program with these dims.
+        known: each value, with its shape in symbols.
+    """
+    # A dim that is 1 in all of the trace's buckets is a number in every shape.
+    found = program.dims({n: 1 for n, hint in program.hints.items() if hint == 1})
+    for info, value in known:
+        for expr, size in zip(info.shape, value.shape, strict=True):
+            unknown = expr.free_symbols - found.keys()
+            if len(unknown) == 1:
+                (symbol,) = unknown
+                solved = _solved(expr.subs(found), symbol, size)
+                found |= {} if solved is None else {symbol: solved}
+    return {n: found[symbol] for n, symbol in program.symbols.items() if symbol in found}
+
+
+def _solved(expr: sympy.Expr, symbol: sympy.Symbol, size: int) -> int | None:
+    """Returns a symbol's value where an expression has a size; None: that does not say it."""
+    if expr == symbol:
+        return size
+    try:
+        found = sympy.solve(expr - size, symbol)
+    except NotImplementedError:  # a quotient that is rounded
+        return None
+    return int(found[0]) if len(found) == 1 and found[0].is_Integer else None
 
 
 def stage_programs(

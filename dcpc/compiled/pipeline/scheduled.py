@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
@@ -34,7 +34,17 @@ class ScheduledStages:
     rows: Sequence[Sequence[ModelStage]]
     sizes_of: Callable[[int], Sizes]
     devices: Sequence[StageDevice]
-    _known: dict[tuple[int, int], PipelineWork] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[tuple[str, int], ...], PipelineWork] = field(
+        default_factory=dict, repr=False
+    )
+
+    def at(self, sizes: Sequence[Sizes]) -> ScheduledStages:
+        """Returns the same costs by another row of lengths; what is known of sizes stays known.
+
+        Args:
+            sizes: sizes of each "length".
+        """
+        return replace(self, sizes_of=sizes.__getitem__)
 
     @property
     def stages(self) -> int:
@@ -64,10 +74,11 @@ class ScheduledStages:
         return PaddedStages(self, setting, flight)
 
     def _work(self, count: int, longest: int) -> PipelineWork:
-        if (count, longest) not in self._known:
-            sizes = {**self.sizes_of(longest), BATCH: count}
-            self._known[count, longest] = pipeline_work(self.rows, [sizes], self.devices)
-        return self._known[count, longest]
+        sizes = {**self.sizes_of(longest), BATCH: count}
+        key = tuple(sizes.items())
+        if key not in self._known:
+            self._known[key] = pipeline_work(self.rows, [sizes], self.devices)
+        return self._known[key]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from dcpc.buckets import Bucket
 from dcpc.codegen import DividedRun, Variant, VariantCall, call_of
 from dcpc.compiled.pipeline.chain import CallChain
 from dcpc.compiled.pipeline.divided import PartCosts, StageParts
-from dcpc.compiled.pipeline.programs import StageProgram, stage_programs
+from dcpc.compiled.pipeline.programs import StageProgram, sizes_of_shapes, stage_programs
 from dcpc.errors import DispatchError
 from dcpc.ir import Placement, TensorInfo
 from dcpc.passes.sharding.attention_ways import restricted
@@ -94,6 +95,7 @@ class ProgramStage:
         self.index, self.count, self.part, self.runnable = index, count, part, runnable
         self.menu_step, self.sp, self.lane = 0, sp, 0
         self._placed_at: Mapping[str, int] | None = None
+        self._homes: tuple[Bucket, ...] = ()
         self._parts = StageParts(runnable, part)
         first = {id(p): name for name, p in model.named_parameters()}
         held = runnable.traced.tensors()
@@ -105,6 +107,15 @@ class ProgramStage:
     def recomputing(self, menu_step: int) -> ProgramStage:
         """Returns the same stage with so many steps of recompute; graphs are shared."""
         return self._with(menu_step=menu_step)
+
+    def within(self, buckets: Sequence[Bucket]) -> ProgramStage:
+        """Returns the same stage, which runs a micro-batch by the placement of its bucket.
+
+        Args:
+            buckets: buckets of its trace.
+        """
+        ascending = sorted(buckets, key=lambda b: (prod(n for _, n in b.shape_key), b.shape_key))
+        return self._with(_homes=tuple(ascending))
 
     def in_lane(self, lane: int) -> ProgramStage:
         """Returns the same stage as a rank of its group runs it; graphs are shared."""
@@ -123,8 +134,12 @@ class ProgramStage:
         vars(other).update(changed)
         return other
 
-    def _placement(self, sizes: Mapping[str, int]) -> Placement:
-        return self.runnable.priced.placement(self._placed_at or sizes, self.sp)
+    def placement(self, sizes: Mapping[str, int]) -> Placement:
+        """Returns how its ranks split a micro-batch: as one of as many samples of its bucket."""
+        own = (b for b in self._homes if all(sizes[n] <= most for n, most in b.shape_key))
+        home = next(own, None)
+        at = self._placed_at or (sizes if home is None else {**sizes, **dict(home.shape_key)})
+        return self.runnable.priced.placement(at, self.sp)
 
     def forward(
         self, inputs: Mapping[str, Tensor], received: tuple[Tensor, ...], seed: int = 0
@@ -257,7 +272,7 @@ class ProgramStage:
 
     def study(self, sizes: Mapping[str, int]) -> Study:
         """Returns the study of the stage's costs at any sizes, by a placement for these."""
-        return self.runnable.priced.at(self._placement(sizes))
+        return self.runnable.priced.at(self.placement(sizes))
 
     def predict(self, sizes: Mapping[str, int]) -> Prediction:
         """Returns seconds and bytes of a micro-batch's forward and backward in the stage."""
@@ -265,7 +280,7 @@ class ProgramStage:
 
     def parts(self, sizes: Mapping[str, int]) -> PartCosts | None:
         """Returns the costs of the parts of a micro-batch's backward; None: it is not divided."""
-        return self._parts.costs(self._placement(sizes), self.menu_step, sizes)
+        return self._parts.costs(self.placement(sizes), self.menu_step, sizes)
 
     def tensors(self) -> tuple[dict[int, Tensor], dict[int, nn.Parameter]]:
         """Returns the stage's parameters and buffers by id, and those parameters that learn."""
@@ -276,7 +291,7 @@ class ProgramStage:
 
     def variant(self, sizes: Mapping[str, int]) -> tuple[Variant, tuple[int, ...]]:
         """Returns the lane's variant at these sizes, compiled on first use, and its integers."""
-        return self.runnable.variant(self._placement(sizes), self.menu_step, sizes, self.lane)
+        return self.runnable.variant(self.placement(sizes), self.menu_step, sizes, self.lane)
 
     def sizes(self, inputs: Mapping[str, Tensor], received: Sequence[Tensor]) -> dict[str, int]:
         """Returns the length of every dim, as the shapes of inputs and received values say.
@@ -286,25 +301,15 @@ class ProgramStage:
         """
         known = [(info, inputs[n]) for n, info in self.part.given.items() if n in inputs]
         known += zip(self._infos(self.part.received), received, strict=True)
-        program = self.part.program
-        # A dim that is 1 in all of the trace's buckets is a number in every shape.
-        found = program.dims({n: 1 for n, hint in program.hints.items() if hint == 1})
-        for info, value in known:
-            for expr, size in zip(info.shape, value.shape, strict=True):
-                unknown = expr.free_symbols - found.keys()
-                if len(unknown) == 1:
-                    (symbol,) = unknown
-                    solved = _solved(expr.subs(found), symbol, size)
-                    found |= {} if solved is None else {symbol: solved}
-        symbols = program.symbols
-        missing = [n for n, symbol in symbols.items() if symbol not in found]
+        found = sizes_of_shapes(self.part.program, known)
+        missing = [n for n in self.part.program.symbols if n not in found]
         if missing:
             shapes = ", ".join(str(tuple(value.shape)) for _, value in known)
             raise DispatchError(
                 f"stage {self.index}: got values of shapes {shapes or 'none'}; expected shapes "
                 f"that say {', '.join(missing)}; pass all of the model's inputs to each stage"
             )
-        return {n: found[symbol] for n, symbol in symbols.items()}
+        return found
 
     @property
     def sends_learning(self) -> tuple[bool, ...]:
@@ -331,17 +336,6 @@ def _alone(value: Tensor) -> Tensor:
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return one if other is None else other if one is None else one + other
-
-
-def _solved(expr: sympy.Expr, symbol: sympy.Symbol, size: int) -> int | None:
-    """Returns a symbol's value where an expression has a size; None: that does not say it."""
-    if expr == symbol:
-        return size
-    try:
-        found = sympy.solve(expr - size, symbol)
-    except NotImplementedError:  # a quotient that is rounded
-        return None
-    return int(found[0]) if len(found) == 1 and found[0].is_Integer else None
 
 
 def _device_of(values: Mapping[str, Tensor]) -> str:

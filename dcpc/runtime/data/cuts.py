@@ -74,10 +74,10 @@ class Recipe:
             table: the rows to choose from.
             dims: lengths of a sample, asked for where micro-batches run at those.
         """
-        if self.planner is not None:
-            return self.planner.plan(samples, table.hash)
         own = self.own
         lengths = None if own is None else BatchLengths(own, {i: dims(i) for i, _ in samples})
+        if self.planner is not None:
+            return self.planner.plan(samples, table.hash, lengths)
         return plan_step(samples, table, self.mode, self.allowed, lengths)
 
     def take(

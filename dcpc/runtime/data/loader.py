@@ -132,8 +132,8 @@ class DataLoader:
             pad_to: "longest": each sample is padded to the longest one of its micro-batch, which
                 the planner forms of samples of like length. The bucket's degree, placement and
                 recompute run it, within the bucket's memory. Where the model's trace does not hold
-                (`CompiledModel.own_lengths`), in stages, and where `pad` lacks an input, samples
-                are padded to their buckets. "bucket": they always are.
+                (`CompiledModel.own_lengths`), or `pad` lacks an input, samples are padded to their
+                buckets. "bucket": they always are.
             pad_to_multiple_of: divisor of the lengths that "longest" pads to, as far as the bucket
                 has room. Default: 64 on a GPU where samples have one named dim, else 1.
             pad_to_longer: whether short samples may be padded to longer buckets than their own, in
@@ -221,8 +221,7 @@ class DataLoader:
         packs, prices = self._maker.packs, None
         # Without a value to fill up with, a sample has its bucket's length, or is refused.
         fills = packs or self._maker.samples.fills_all
-        to_bucket = pad_to == "bucket" or not fills or planner is not None  # stages: at buckets'
-        own = None if to_bucket else compiled.own_lengths(pad_to_multiple_of)
+        own = compiled.own_lengths(pad_to_multiple_of) if pad_to == "longest" and fills else None
         if packs and planner is None:
             lengths = own or compiled.own_lengths(pad_to_multiple_of)
             prices = PackedPrices(lengths, to_bucket=own is None)

@@ -1,40 +1,67 @@
-"""The split into micro-batches where samples of different shapes do not share one.
+"""The split into micro-batches where samples of different groups do not share one.
 
-Every sample of a shape takes the same seconds, so a split says of each shape how many micro-batches
-it has; they are as large as each other, to one sample. With a cap on the slowest micro-batch each
-shape is split by itself, and every cap that is some micro-batch's seconds is tried. So the split is
-exact for (weight - 1) * longest + sum / replicas among those whose micro-batches of a shape are
-alike.
+Within a group samples are sorted by length, and a micro-batch is padded to its longest one. A group
+of one length has ways with each number of micro-batches, which are as large as each other, to one
+sample; one of several lengths has these and the best splits of it alone (`planner/splits/
+microbatch.py`) for some weights of its longest micro-batch. With a cap on the slowest micro-batch
+each group takes the way of least seconds in all, and every cap that is some way's slowest is tried.
+So the split is exact for (weight - 1) * longest + sum / replicas among these ways.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import inf
-from types import MappingProxyType
 
 import numpy as np
 
 from dcpc.errors import PlanError
-from dcpc.runtime.planner.splits.microbatch import PaddedCost
+from dcpc.runtime.planner.splits.microbatch import (
+    FloatArray,
+    IntArray,
+    PaddedCost,
+    microbatch,
+)
 
 Parts = tuple[tuple[int, ...], ...]  # positions of samples, by micro-batch
+Group = tuple[int, int]  # its number, and the most samples of a micro-batch
+
+WEIGHTS = (1, 2, 4, 16)  # of the longest micro-batch, in the splits of a group of several lengths
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A number of micro-batches for the samples of a shape.
+    """Micro-batches for the samples of a group.
 
     Attributes:
-        longest_s: seconds of the largest micro-batch.
+        longest_s: seconds of the slowest micro-batch.
         total_s: seconds of all micro-batches.
-        count: number of micro-batches.
+        ends: number of sorted samples up to the end of each micro-batch.
     """
 
     longest_s: float
     total_s: float
-    count: int
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Limited(PaddedCost):
+    """A cost by which micro-batches of more samples do not fit."""
+
+    cost: PaddedCost
+    most: int
+
+    def seconds(self, count: IntArray, longest: IntArray) -> FloatArray:
+        """Those of the cost, of as many samples as fit: they rise no further."""
+        return np.asarray(self.cost.seconds(np.minimum(count, self.most), longest))
+
+    def peak_bytes(self, count: IntArray, longest: IntArray) -> FloatArray:
+        """The cost's; of more samples more than fits."""
+        found = np.asarray(self.cost.peak_bytes(np.minimum(count, self.most), longest))
+        return np.where(count <= self.most, found, np.maximum(found, 2.0))
 
 
 def split_apart(
@@ -42,28 +69,28 @@ def split_apart(
     cost: PaddedCost,
     weight: int,
     replicas: int,
-    most: Mapping[int, int] = MappingProxyType({}),
+    groups: Mapping[int, Group],
 ) -> Parts:
-    """Returns micro-batches of one length each, shortest first.
+    """Returns micro-batches of one group each, shortest first.
 
     Args:
         lengths: length of each sample, in any order.
         cost: cost of a micro-batch; one fits if its bytes are at most 1.
         weight: weight of the longest micro-batch, as `stages` of `dcpc.microbatch`.
         replicas: pipelines that share the micro-batches.
-        most: length -> maximum samples of a micro-batch; lengths left out have no maximum.
+        groups: length -> its group.
 
     Raises:
         PlanError: a sample does not fit alone.
     """
-    at: dict[int, list[int]] = {}
-    for i, length in enumerate(lengths):
-        at.setdefault(length, []).append(i)
+    at: dict[Group, list[int]] = {}
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        at.setdefault(groups[lengths[i]], []).append(i)
     ways = {
-        length: _ways(len(own), length, cost, most.get(length, len(own)))
-        for length, own in sorted(at.items())
+        group: _ways([lengths[i] for i in own], cost, group[1], weight, replicas)
+        for group, own in at.items()
     }
-    best_s, best = inf, dict[int, _Way]()
+    best_s, best = inf, dict[Group, _Way]()
     for cap_s in sorted({way.longest_s for found in ways.values() for way in found}):
         under = {n: [w for w in found if w.longest_s <= cap_s] for n, found in ways.items()}
         if not all(under.values()):
@@ -75,33 +102,54 @@ def split_apart(
         if value_s < best_s:
             best_s, best = value_s, chosen
     return tuple(
-        tuple(part)
-        for n, own in sorted(at.items())
-        for part in map(np.ndarray.tolist, np.array_split(own, best[n].count))
+        tuple(own[first:end])
+        for group, own in at.items()
+        for first, end in pairwise((0, *best[group].ends))
     )
 
 
-def _ways(samples: int, length: int, cost: PaddedCost, most: int) -> list[_Way]:
-    """Returns each number of micro-batches that has another size of the largest, and fits.
+def _ways(
+    lengths: Sequence[int], cost: PaddedCost, most: int, weight: int, replicas: int
+) -> list[_Way]:
+    """Returns the ways of a group that fit, its samples in ascending length.
 
     Raises:
         PlanError: none fits.
     """
-    sizes = np.arange(1, min(samples, most) + 1)
-    seconds = np.asarray(cost.seconds(sizes, np.array(length)))
-    fits = np.asarray(cost.peak_bytes(sizes, np.array(length))) <= 1.0
+    sizes = np.arange(1, min(len(lengths), most) + 1)
+    different = np.array(sorted({*lengths}))
+    seconds = np.asarray(cost.seconds(sizes[None, :], different[:, None]))
+    fits = np.asarray(cost.peak_bytes(sizes[None, :], different[:, None])) <= 1.0
+    row = np.searchsorted(different, lengths)
     found = []
-    for count in sorted({-(-samples // int(size)) for size in sizes[fits]}):
-        small, larger = divmod(samples, count)
-        if not fits[small + (larger > 0) - 1]:
-            continue
-        own_s = float(seconds[small - 1])
-        more_s = float(seconds[small]) if larger else own_s
-        total_s = larger * more_s + (count - larger) * own_s
-        found.append(_Way(max(own_s, more_s), total_s, count))
+    for ends in dict.fromkeys(_cuts(lengths, cost, len(sizes), weight, replicas)):
+        counts = np.diff(ends, prepend=0)
+        cells = Counter(zip(row[np.array(ends) - 1].tolist(), (counts - 1).tolist(), strict=True))
+        if counts.max() <= len(sizes) and all(fits[cell] for cell in cells):
+            total_s = sum(n * float(seconds[cell]) for cell, n in cells.items())
+            found.append(_Way(max(float(seconds[cell]) for cell in cells), total_s, ends))
     if not found:
         raise PlanError(
-            f"pipeline: got a sample of length {length} that does not fit on a stage alone; "
+            f"pipeline: got a sample of length {lengths[-1]} that does not fit on a stage alone; "
             "expected one that does; take more stages, or raise memory="
         )
     return found
+
+
+def _cuts(
+    lengths: Sequence[int], cost: PaddedCost, most: int, weight: int, replicas: int
+) -> Iterator[tuple[int, ...]]:
+    """Yields the ends of micro-batches: alike, then the best of a group of several lengths."""
+    samples = len(lengths)
+    for count in sorted({-(-samples // size) for size in range(1, most + 1)}):
+        small, larger = divmod(samples, count)
+        yield tuple(accumulate(small + (n < larger) for n in range(count)))
+    if lengths[0] == lengths[-1]:
+        return
+    limited = _Limited(cost, most)
+    for own in sorted({*WEIGHTS, weight}):
+        try:
+            split = microbatch(lengths, limited, 1.0, own, replicas)
+        except PlanError:  # a sample does not fit alone
+            return
+        yield tuple(accumulate(map(len, split.batches)))

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from dcpc.errors import PlanError
-from dcpc.runtime.pipeline.apart import split_apart
+from dcpc.runtime.pipeline.apart import Group, split_apart
 from dcpc.runtime.pipeline.schedule import (
     FoundSchedule,
     Hop,
@@ -122,7 +122,7 @@ def plan_replicas(
     *,
     split: bool = False,
     limit: int = LIMIT,
-    apart: Mapping[int, int] | None = None,
+    apart: Mapping[int, Group] | None = None,
 ) -> tuple[PlannedPipeline, ...]:
     """Returns the step of each of several pipelines that share the samples.
 
@@ -134,7 +134,8 @@ def plan_replicas(
         replicas: number of pipelines.
         split: whether weight gradients may run apart, as in `plan_pipeline`.
         limit: maximum of simulated actions for each pipeline, as in `plan_pipeline`.
-        apart: length -> maximum samples of a micro-batch, where lengths share none; None: they do.
+        apart: length -> its group, where samples of different groups share no micro-batch; None:
+            they do.
 
     Raises:
         PlanError: a sample does not fit alone, or there are fewer samples than pipelines.
@@ -166,7 +167,7 @@ def _end_s(plans: Sequence[PlannedPipeline]) -> float:
 
 
 def _splits(
-    lengths: Sequence[int], cost: PipelineCost, replicas: int, apart: Mapping[int, int] | None
+    lengths: Sequence[int], cost: PipelineCost, replicas: int, apart: Mapping[int, Group] | None
 ) -> dict[Batches, tuple[int, int]]:
     """Returns different splits, each with the setting and the weight that made it.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from dcpc.buckets import Bucket, Buckets
 from dcpc.ir import BucketPlan, Packable, PlanRow, ValueRange
 from dcpc.runtime.groups.groups import Groups
-from dcpc.runtime.planner.own_lengths import OwnLengths
+from dcpc.runtime.planner.own_lengths import BatchLengths, OwnLengths
 from dcpc.runtime.planner.plans import StepPlan
 
 
@@ -31,12 +31,18 @@ class Source(Protocol):
 class BatchPlanner(Protocol):
     """Planner of global batches of a model that runs in stages."""
 
-    def plan(self, samples: Sequence[tuple[int, Bucket]], table: str) -> StepPlan:
+    def plan(
+        self,
+        samples: Sequence[tuple[int, Bucket]],
+        table: str,
+        lengths: BatchLengths | None = None,
+    ) -> StepPlan:
         """Returns the plan of a batch.
 
         Args:
             samples: id and bucket of each sample.
             table: hash of the plan table, for the plan to carry.
+            lengths: at which samples are run; None: at their buckets'.
         """
 
 

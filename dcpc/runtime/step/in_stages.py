@@ -76,9 +76,10 @@ class InStages:
 
     def _batch(self, step: Step, mb: MicroBatch) -> PipelineBatch:
         """Returns a micro-batch as the executor takes it, on this rank's device."""
-        rows = step.plan.micro_batches[mb.number].batch
+        planned = step.plan.micro_batches[mb.number]
         found = mb.inputs_on(self.grid.groups.device)
-        inputs, sizes = self.given(mb.bucket, found, {**mb.bucket.sizes, BATCH: rows})
+        run = {**planned.shape.sizes, BATCH: planned.batch}
+        inputs, sizes = self.given(mb.bucket, found, run)
         return PipelineBatch(inputs, sizes, mb.weight, self.seed(step.epoch, step.index, mb.number))
 
     def _run(

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ import dcpc
 from dcpc.api import cut_with, plan_with
 from dcpc.commands.cli import app
 from dcpc.compiled.pipeline import choose_stages
+from dcpc.compiled.pipeline.trained.ladder import Ladder
 from dcpc.errors import PlanError
 from dcpc.plan.options import PlanOptions
 from dcpc.runtime.pipeline.schedule import PipelineSchedule, check
+from dcpc.runtime.planner.own_lengths import BatchLengths, OwnLengths
 from tests.cases.asks import TEXT, gpt
 from tests.cases.exactness import SPLITTING
 
@@ -68,6 +71,43 @@ def test_a_plan_has_every_sample_once_in_micro_batches_of_a_bucket(model):
     assert max(found.busy_s) <= found.makespan_s
     few = planner.plan(samples[:2], "hash")
     assert [len(few.of(rank)) for rank in range(6)] == [1, 1, 1, 1, 0, 0]
+
+
+def test_micro_batches_of_stages_run_at_the_length_of_their_longest_sample(model):
+    planner = cut_with(model, BUCKETS, replace(OPTIONS, world=2), 2).planner
+    own = OwnLengths(lambda bucket, sizes: sizes["seq"] % 5 > 0, None, lambda bucket: {"seq": 2})
+    given = [3, 47, 33, 12, 20, 48, 16, 2, 7, 34, 41, 47]
+    samples = [(i, BUCKETS.holding({"seq": n})) for i, n in enumerate(given)]
+    lengths = BatchLengths(own, {i: (("seq", n),) for i, n in enumerate(given)})
+    found, padded = planner.plan(samples, "hash", lengths), planner.plan(samples, "hash")
+    assert sorted(i for mb in found.micro_batches for i in mb.sample_ids) == [*range(len(given))]
+    for mb in found.micro_batches:
+        longest = max(given[i] for i in mb.sample_ids)
+        assert mb.shape["seq"] == min(mb.bucket["seq"], longest + (longest % 5 == 0))
+        assert {dict(samples)[i] for i in mb.sample_ids} == {mb.bucket}
+        assert len(mb.sample_ids) <= 2
+    assert {mb.shape["seq"] for mb in found.micro_batches} - {16, 48}
+    tokens = [sum(len(mb.sample_ids) * mb.shape["seq"] for mb in p.micro_batches)
+              for p in (found, padded)]  # fmt: skip
+    assert tokens[0] < 0.9 * tokens[1]
+    assert found.makespan_s < padded.makespan_s
+
+
+def test_places_of_several_dims_hold_all_samples_before_them():
+    buckets = [dcpc.Bucket.of({"h": 8, "w": 40}), dcpc.Bucket.of({"h": 40, "w": 40})]
+    own = OwnLengths(lambda bucket, sizes: True, None, lambda bucket: {"h": 2, "w": 2})
+    dims = {0: (9, 30), 1: (30, 9), 2: (3, 5), 3: (8, 40), 4: (40, 2), 5: (4, 5)}
+    lengths = BatchLengths(own, {i: (("h", h), ("w", w)) for i, (h, w) in dims.items()})
+    samples = [(i, buckets[0 if i in (2, 3, 5) else 1]) for i in dims]
+    ladder = Ladder.of(samples, buckets, lengths)
+    assert [ladder.homes[p] for p in ladder.places] == [1, 1, 0, 0, 1, 0]
+    for (i, bucket), place in zip(samples, ladder.places, strict=True):
+        sizes = ladder.sizes[place]
+        assert dims[i][0] <= sizes["h"] <= bucket["h"]
+        assert dims[i][1] <= sizes["w"] <= bucket["w"]
+    for before, after in pairwise(range(len(ladder.sizes))):
+        if ladder.homes[before] == ladder.homes[after]:
+            assert all(n <= ladder.sizes[after][d] for d, n in ladder.sizes[before].items())
 
 
 def test_simulate_writes_the_timeline_of_the_stages(tmp_path):

@@ -1,11 +1,13 @@
 """Steps of pipelines planned from lengths: every sample once, in memory, no slower than 1F1B."""
 
 from dataclasses import dataclass
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
 
 from dcpc.errors import PlanError
+from dcpc.runtime.pipeline.apart import split_apart
 from dcpc.runtime.pipeline.planning import plan_pipeline, plan_replicas, work_of
 from dcpc.runtime.pipeline.schedule import (
     Hop,
@@ -104,3 +106,41 @@ def test_a_sample_that_fits_alone_is_planned_though_three_do_not_fit_at_once():
     plan = plan_pipeline([3000, 3000, 40], LinearPipeline(), limit=500)
     assert max(plan.found.replay.peak_bytes) <= 4000.0
     assert sum(map(sum, plan.found.schedule.settings)) > 0, "some are recomputed"
+
+
+def splits_of(count):
+    """All ways to cut so many sorted samples into micro-batches, as ends."""
+    inner = (ends for n in range(count) for ends in combinations(range(1, count), n))
+    return [(*ends, count) for ends in inner]
+
+
+@pytest.mark.parametrize("weight", [2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_samples_of_a_group_share_micro_batches_nearly_as_well_as_can_be(weight, seed):
+    drawn = np.random.default_rng(seed)
+    lengths = drawn.integers(1, 40, 9).tolist()
+    groups = {n: (n // 20, 3) for n in lengths}
+    padded = _Padded(LinearPipeline(size=400.0), 0, 1)
+
+    def value(batches):
+        each = [float(padded.seconds(len(b), max(lengths[i] for i in b))) for b in batches]
+        return (weight - 1) * max(each) + sum(each) / 2
+
+    found = split_apart(lengths, padded, weight, 2, groups)
+    assert sorted(i for batch in found for i in batch) == [*range(len(lengths))]
+    ways = []
+    for number in {home for home, _ in groups.values()}:
+        own = sorted(
+            (i for i, n in enumerate(lengths) if n // 20 == number), key=lengths.__getitem__
+        )
+        cut = ([own[a:b] for a, b in pairwise((0, *ends))] for ends in splits_of(len(own)))
+        fits = [c for c in cut if max(map(len, c)) <= 3 and all(
+            padded.peak_bytes(len(b), lengths[b[-1]]) <= 1 for b in c)]  # fmt: skip
+        ways.append(fits)
+    for batch in found:
+        assert len({groups[lengths[i]] for i in batch}) == 1
+        assert len(batch) <= 3
+        assert padded.peak_bytes(len(batch), max(lengths[i] for i in batch)) <= 1
+    best = min(value([b for part in parts for b in part]) for parts in product(*ways))
+    assert best <= value(found) * (1 + 1e-12)
+    assert value(found) <= 1.02 * best

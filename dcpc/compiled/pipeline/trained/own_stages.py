@@ -7,12 +7,12 @@ stage alone
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from dcpc.buckets import BATCH, Sizes, ones_of
+from dcpc.buckets import BATCH, Bucket, Sizes, ones_of
 from dcpc.codegen.lower.unpad import rows_name
 from dcpc.compiled.pipeline.borders import borders_like, homes_of
 from dcpc.compiled.pipeline.chain import chain_of
@@ -120,11 +120,13 @@ class OwnSetting:
     Attributes:
         stages: stages of the model's programs.
         programs: dims that are 1 in a trace -> its runnable, and its calls without padding.
+        buckets: buckets of the edition.
         number: place of the setting among those that a schedule names.
     """
 
     stages: OwnStages
     programs: Mapping[frozenset[str], tuple[Runnable, Unpadding | None]]
+    buckets: Sequence[Bucket]
     number: int
 
     def at(self, sizes: Sizes) -> ProgramStage:
@@ -151,7 +153,8 @@ class OwnSetting:
         if number is not None:
             row = stages.cut.planner.cost.rows[stages.index][self.number]
             return row.by_trace[number].in_lane(stages.lane)
-        own = stages.of(traced).own
+        alike = [b for b in self.buckets if ones_of(b.sizes) == _ones(traced)]
+        own = stages.of(traced).own.within(alike)
         largest = {BATCH: 1, **(traced.reference or traced.program.hints)}
         settings = recomputed(own, own.study(largest).steps, self.stages.recompute)
         return settings[self.number]

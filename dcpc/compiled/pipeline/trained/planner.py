@@ -10,11 +10,13 @@ from dcpc.compiled.pipeline.costs import StageDevice
 from dcpc.compiled.pipeline.model_stage import ModelStage
 from dcpc.compiled.pipeline.scheduled import ScheduledStages
 from dcpc.compiled.pipeline.stages import ProgramStage
+from dcpc.compiled.pipeline.trained.ladder import Ladder
 from dcpc.errors import PlanError
 from dcpc.ir import PlanRow
 from dcpc.runtime.pipeline.layout import PipelineLayout
 from dcpc.runtime.pipeline.planning import LIMIT, PlannedPipeline, plan_replicas
 from dcpc.runtime.pipeline.schedule import PipelineSchedule
+from dcpc.runtime.planner.own_lengths import BatchLengths
 from dcpc.runtime.planner.plans import PlannedMicroBatch, StepPlan, step_plan
 
 MOST_SAMPLES = 256  # of a micro-batch
@@ -25,10 +27,8 @@ SEARCHED = 2_000  # simulated actions for a schedule: 0.1 s of a processor
 class PipelinePlanner:
     """Plans global batches for pipelines; it is a `runtime.planner.protocol.BatchPlanner`.
 
-    A "length" that the costs are asked for is the number of a bucket.
-
     Attributes:
-        cost: costs of the stages.
+        cost: costs of the stages; a "length" that they are asked for is a bucket's number.
         buckets: buckets that samples are in.
         most: largest number of samples of a micro-batch, for each bucket.
         layout: stage of each rank of a pipeline.
@@ -71,8 +71,11 @@ class PipelinePlanner:
         ]
         rows = []
         for stage in stages:
-            each = [(stage.at(sizes), stage.at(sizes).study(sizes).steps) for sizes in largest]
-            settings = (recomputed(program, steps, recompute) for program, steps in each)
+            homes = zip(largest, traces.values(), strict=True)
+            each = [(stage.at(sizes).within([*mine]), sizes) for sizes, mine in homes]
+            settings = (
+                recomputed(part, part.study(sizes).steps, recompute) for part, sizes in each
+            )
             every = zip(*settings, strict=True)
             rows.append([ModelStage(dict(zip(traces, s, strict=True))) for s in every])
         most = tuple(
@@ -100,18 +103,26 @@ class PipelinePlanner:
     @property
     def tables(self) -> dict[Bucket, tuple[PlanRow, ...]]:
         """One row a bucket: all stages take a micro-batch together."""
-        seconds = (self._slowest_s(1, n) for n in range(len(self.buckets)))
+        seconds = (slowest_s(self.cost, 1, n) for n in range(len(self.buckets)))
         rows = zip(self.buckets, self.most, seconds, strict=True)
         return {b: (PlanRow(self.layout.ranks, most, 0, s * most),) for b, most, s in rows}
 
-    def plan(self, samples: Sequence[tuple[int, Bucket]], table: str) -> StepPlan:
+    def plan(
+        self,
+        samples: Sequence[tuple[int, Bucket]],
+        table: str,
+        lengths: BatchLengths | None = None,
+    ) -> StepPlan:
         """Returns the plan of a batch; a pipeline for which no sample is left runs nothing.
 
         Args:
             samples: id and bucket of each sample.
             table: hash of the plan table, for the plan to carry.
+            lengths: lengths that samples are run at; None: at their buckets'.
         """
-        found = self.pipelines([bucket for _, bucket in samples])
+        ladder = Ladder.of(samples, self.buckets, lengths)
+        cost = self.cost.at(ladder.sizes)
+        found = self._found(ladder, cost, SEARCHED)
         stages, width = self.cost.stages, self.layout.ranks
         micro_batches, busy_s, texts = list[PlannedMicroBatch](), list[float](), list[str]()
         for replica in range(self.replicas):
@@ -121,11 +132,13 @@ class PipelinePlanner:
                 continue
             one, ranks = found[replica], tuple(range(replica * width, (replica + 1) * width))
             for batch in one.batches:
-                bucket = samples[batch[0]][1]
-                number = self.buckets.index(bucket)
+                bucket, ids = samples[batch[0]][1], tuple(samples[i][0] for i in batch)
+                place = max(ladder.places[i] for i in batch)
+                dims = () if lengths is None else lengths.padded(bucket, ids)
                 micro_batches.append(PlannedMicroBatch(
-                    bucket, width, ranks, tuple(samples[i][0] for i in batch),
-                    self._slowest_s(len(batch), number), self.most[number], 0,
+                    bucket, width, ranks, ids, slowest_s(cost, len(batch), place),
+                    self.most[ladder.homes[place]], 0, (),
+                    () if dims == bucket.shape_key else dims,
                 ))  # fmt: skip
             schedule = one.found.schedule
             texts.append(str(schedule))
@@ -152,17 +165,28 @@ class PipelinePlanner:
             buckets: bucket of each sample.
             limit: number of simulated actions for the search of a schedule.
         """
-        numbers = [self.buckets.index(b) for b in buckets]
-        apart = dict(enumerate(self.most))
-        used = min(self.replicas, len(numbers))
-        return plan_replicas(
-            numbers, self.cost, used, split=True, limit=min(limit, LIMIT), apart=apart
-        )
+        return self._found(Ladder.of([*enumerate(buckets)], self.buckets), self.cost, limit)
 
-    def _slowest_s(self, count: int, number: int) -> float:
-        """Returns the seconds of the slowest stage for a micro-batch, nothing recomputed."""
-        every = (self.cost.options(s, count, number)[0] for s in range(self.cost.stages))
-        return max(cost.forward_s + cost.backward_s for cost in every)
+    def _found(
+        self, ladder: Ladder, cost: ScheduledStages, limit: int
+    ) -> tuple[PlannedPipeline, ...]:
+        used = min(self.replicas, len(ladder.places))
+        return plan_replicas(
+            ladder.places, cost, used, split=True, limit=min(limit, LIMIT),
+            apart=ladder.groups(self.most),
+        )  # fmt: skip
+
+
+def slowest_s(cost: ScheduledStages, count: int, place: int) -> float:
+    """Returns the seconds of the slowest stage for a micro-batch, nothing recomputed.
+
+    Args:
+        cost: costs of the stages.
+        count: number of samples.
+        place: place of the samples in the ladder.
+    """
+    every = (cost.options(s, count, place)[0] for s in range(cost.stages))
+    return max(each.forward_s + each.backward_s for each in every)
 
 
 def at_batch(bucket: Bucket, count: int) -> dict[str, int]:

@@ -131,7 +131,7 @@ class ModelInStages:
         dispatch, by_bucket = edition.dispatch, edition.planned.by_bucket
         programs = {ones_of(b.sizes): (v, dispatch.unpadding(b)) for b, v in by_bucket.items()}
         count = self.cut.planner.cost.settings
-        settings = [OwnSetting(self.own, programs, number) for number in range(count)]
+        settings = [OwnSetting(self.own, programs, [*by_bucket], number) for number in range(count)]
 
         named, store, seed = self.store.named(self.core.model), self.store, self.core.seeds
         given = partial(self._without_padding, edition)

@@ -154,7 +154,7 @@ def _graphs(stage: ProgramStage, sizes: Mapping[str, int], lane: int) -> _LaneGr
     """
     runnable = stage.runnable
     traced, backend = runnable.traced, runnable.traced.backend
-    placement = runnable.priced.placement(sizes, stage.sp)
+    placement = stage.placement(sizes)
     dims = traced.program.dims(sizes)
     hints: list[Hints] = [None if backend == "eager" else ()]
     for chosen in itertools.chain(hints, runnable.hints(placement, backend, dims, lane)):
