@@ -117,7 +117,10 @@ def test_every_length_is_exact(recompute):
     assert made.stats().unpadded == before + 7
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    ["bert", "roberta", *(pytest.param(n, marks=pytest.mark.slow) for n in [*MODELS][1::2])],
+)
 def test_models_of_transformers_are_exact(name):
     model, made = transformer_of(name)
     before = made.stats().unpadded
@@ -407,7 +410,10 @@ def evaluates(made: dcpc.CompiledModel, inputs: dict[str, Tensor]) -> None:
         made.evaluate(inputs)
 
 
-@pytest.mark.parametrize(("dropout", "run"), [(0.0, trains), (0.2, trains), (0.0, evaluates)])
+@pytest.mark.parametrize(
+    ("dropout", "run"),
+    [pytest.param(0.0, trains, marks=pytest.mark.slow), (0.2, trains), (0.0, evaluates)],
+)
 def test_the_first_call_is_held_against_the_plain_model(dropout, run, monkeypatch):
     model = encoder(dropout)
     inputs = batch(model.INPUTS, [3, 16, 9, 5], SIZES[1])

@@ -12,7 +12,7 @@ from dcpc.errors import VerifyError
 from dcpc.trace.loss import find_loss
 from tests.cases.exactness import SPLITTING, compiled_error, gradient_error, loss_error, wrong
 from tests.cases.exactness import plain as of_plain
-from tests.cases.launch import run_ranks
+from tests.cases.launch import run_prepared, run_ranks
 from tests.cases.padded_models import (
     SIZES,
     T5_INPUTS,
@@ -26,6 +26,7 @@ from tests.cases.padded_models import (
     t5_batch,
     unpadding_of,
 )
+from tests.cases.ready import Ready
 
 pytestmark = pytest.mark.multirank
 
@@ -35,16 +36,19 @@ BATCHES = [([1, 12, 5], 0), ([1, 1], 0), ([9, 3, 2, 11], 0), ([4, 16, 7], 1), ([
 MODELS = {"encoder": (PaddedEncoder, PaddedEncoder.INPUTS), "bert": (bert, TOKENS)}
 
 
-def errors(rank: int, name: str, sp: int, backend: str, options: dict) -> dict[str, float]:
+def ready(name: str, sp: int, backend: str, options: dict) -> tuple[str, Ready]:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     make, inputs = MODELS[name]
-    model = make().double()
-    made = dcpc.compile(
-        model, dcpc.Buckets(inputs, SIZES), unpad=True, sp=sp, backend=backend, device=SPLITTING,
-        **options,
-    )  # fmt: skip
-    found = {}
+    options = {"unpad": True, "sp": sp, "backend": backend, "device": SPLITTING, **options}
+    return name, Ready(make().double(), dcpc.Buckets(inputs, SIZES), sp, **options)
+
+
+def errors(rank: int, prepared: tuple[str, Ready]) -> dict[str, float]:
+    warnings.simplefilter("ignore")
+    name, of_all = prepared
+    inputs, sp = MODELS[name][1], of_all.options["sp"]
+    model, made, found = of_all.model, of_all.compile(), {}
     for lengths, at in BATCHES:
         given = batch(inputs, lengths, SIZES[at])
         found[f"{name} {lengths}"] = compiled_error(made, model, given)
@@ -58,15 +62,17 @@ def errors(rank: int, name: str, sp: int, backend: str, options: dict) -> dict[s
     return found
 
 
-def t5_errors(rank: int, sp: int, recompute: str) -> dict[str, float]:
+def ready_t5(sp: int, recompute: str) -> Ready:
+    warnings.simplefilter("ignore")
+    options = {"unpad": True, "backend": "eager", "device": SPLITTING, "verify": "off"}
+    buckets = dcpc.Buckets(T5_INPUTS, [T5_SIZES])
+    return Ready(t5(2, 2), buckets, sp, sp=sp, recompute=recompute, **options)
+
+
+def t5_errors(rank: int, ready: Ready) -> dict[str, float]:
     """Both sides of a T5, whose attention has a bias that learns."""
     warnings.simplefilter("ignore")
-    model = t5(2, 2)
-    buckets = dcpc.Buckets(T5_INPUTS, [T5_SIZES])
-    made = dcpc.compile(
-        model, buckets, unpad=True, sp=sp, backend="eager", device=SPLITTING, recompute=recompute
-    )
-    found = {}
+    model, made, found = ready.model, ready.compile(), {}
     batches = [([16, 3, 9], [12, 2, 5]), ([1, 1, 1], [1, 1, 1]), ([5, 16, 2], [12, 12, 12])]
     for lengths, targets in batches:
         given = t5_batch(lengths, targets)
@@ -80,24 +86,26 @@ def t5_errors(rank: int, sp: int, recompute: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", ["encoder", pytest.param("bert", marks=pytest.mark.slow)])
 def test_two_ranks_run_a_call_without_its_padding(name):
-    found = run_ranks(errors, 2, name, 2, "eager", {"recompute": "none"}, timeout_s=280)
+    given = name, 2, "eager", {"recompute": "none"}
+    found = run_prepared(ready, errors, 2, *given, timeout_s=280)
     assert not wrong(found, 1e-10)
 
 
 @pytest.mark.slow
 def test_two_ranks_run_both_sides_without_padding():
-    assert not wrong(run_ranks(t5_errors, 2, 2, "none", timeout_s=280), 1e-10)
+    assert not wrong(run_prepared(ready_t5, t5_errors, 2, 2, "none", timeout_s=280), 1e-10)
 
 
 @pytest.mark.slow
 def test_four_ranks_that_make_values_again_run_a_call_without_its_padding():
-    found = run_ranks(errors, 4, "encoder", 4, "eager", {"recompute": "all"}, timeout_s=280)
+    given = "encoder", 4, "eager", {"recompute": "all"}
+    found = run_prepared(ready, errors, 4, *given, timeout_s=280)
     assert not wrong(found, 1e-10)
 
 
 @pytest.mark.slow
 def test_two_ranks_run_what_inductor_compiled_without_padding():
-    found = run_ranks(errors, 2, "encoder", 2, "inductor", {}, timeout_s=500)
+    found = run_prepared(ready, errors, 2, "encoder", 2, "inductor", {}, timeout_s=500)
     assert not wrong(found, 1e-10)
 
 
@@ -124,15 +132,13 @@ def test_the_first_call_of_two_ranks_is_held_against_the_plain_model():
         assert "without padding at sp 2 does not give what the model gives" in said
 
 
-def loader_errors(rank: int) -> dict[str, float]:
+def loader_errors(rank: int, prepared: tuple[str, Ready]) -> dict[str, float]:
     """A training step of the loader's batches, whose groups of two ranks leave padding out."""
     warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-    model = bert().double()
+    model = prepared[1].model
     plain = copy.deepcopy(model)
     lengths = [3, 9, 5, 12, 2, 7, 16, 1, 11, 8]
-    buckets = dcpc.Buckets(TOKENS, SIZES)
-    made = dcpc.compile(model, buckets, unpad=True, sp=2, backend="eager", device=SPLITTING)
+    made = prepared[1].compile()
     data = [{n: x[0] for n, x in batch(TOKENS, [length], SIZES[1]).items()} for length in lengths]
     found = {}
     for step in dcpc.DataLoader(data, made, tokens_per_step=80, weight="labels", lookahead=0):
@@ -150,6 +156,7 @@ def loader_errors(rank: int) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_steps_of_the_loader_leave_padding_out_on_two_ranks():
-    found = run_ranks(loader_errors, 2, timeout_s=280)
+    given = "bert", 2, "eager", {"verify": "off"}
+    found = run_prepared(ready, loader_errors, 2, *given, timeout_s=280)
     assert len(found[0]) > 2
     assert not wrong(found, 1e-10)

@@ -95,6 +95,7 @@ def by_inductor():
     return made
 
 
+@pytest.mark.slow
 def test_what_inductor_compiled_in_half_precision_is_compared_at_its_first_call(by_inductor):
     lines = [x for x in by_inductor.report().splitlines() if "what inductor made" in x]
     assert len(lines) == 1

@@ -19,7 +19,7 @@ def compiled(request):
     buckets = dcpc.Buckets(
         inputs=dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]"), sizes=[{"seq": 12}]
     )
-    return dcpc.compile(GPT(config).double(), buckets, backend="eager")
+    return dcpc.compile(GPT(config).double(), buckets, backend="eager", verify="off")
 
 
 def expected(compiled):

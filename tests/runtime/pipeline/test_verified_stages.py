@@ -162,6 +162,7 @@ def compiled_parts():
     return model, planned, cut_model(model, BUCKETS, planned, 2, 2)
 
 
+@pytest.mark.slow
 def test_the_graphs_that_inductor_compiles_are_compared_and_a_ranks_own_stage_as_compiled(
     compiled_parts,
 ):
@@ -187,6 +188,7 @@ def test_compiled_stages_that_draw_are_compared_as_graphs():
     assert all(row[0].by_trace[0].runnable.compiled_count == 0 for row in cut.planner.cost.rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["outputs", "backward"])
 def test_a_compiled_stage_that_differs_from_its_graphs_is_refused(
     compiled_parts, which, monkeypatch

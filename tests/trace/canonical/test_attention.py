@@ -162,7 +162,7 @@ WHOLE = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_compiled_numbers_are_the_model_s(name):
     model = Attends(WHOLE[name])
-    compiled = dcpc.compile(model, BUCKETS, backend="eager")
+    compiled = dcpc.compile(model, BUCKETS, backend="eager", verify="off")
     x = torch.randn(3, 20, 8, dtype=torch.float64)
     leaves = list(model.qkv.parameters())
     loss, want = compiled(x=x), model(x)
@@ -198,7 +198,7 @@ def test_bits_of_the_plain_model_under_autocast(name):
     inputs = {"x": "float32[batch, seq, 8]"}
     buckets = dcpc.Buckets(inputs=inputs, sizes=[{"seq": 48}, {"seq": 64}])
     model, exact = Attends((BITS | NEAR)[name]).float(), Attends((BITS | NEAR)[name])
-    compiled = dcpc.compile(model, buckets, backend="eager", autocast=torch.bfloat16)
+    compiled = dcpc.compile(model, buckets, backend="eager", autocast=torch.bfloat16, verify="off")
     x = torch.randn(8, 64, 8, generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", torch.bfloat16):
         want = model(x)
