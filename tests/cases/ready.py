@@ -14,8 +14,8 @@ which trace and plan alone find the same is held by `tests/test_tiny.py`,
 `tests/multirank/test_exactness.py` (through compile) and the quick tests of `tests/multirank/`.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -23,39 +23,46 @@ from torch import nn
 
 import dcpc
 from dcpc.api import compiling, plans
+from dcpc.api.search import Traces
 from dcpc.buckets import BATCH
-from dcpc.plan.options import CompileOptions
+from dcpc.plan.options import CompileOptions, PlanOptions
 from dcpc.plan.planning import Planned
 
 
-class Ready:
-    """A model with what `dcpc.compile` of some ranks plans for it.
+@contextmanager
+def traced_once() -> Iterator[None]:
+    """Has `dcpc.api.plan` trace a module once in its block, whatever ways to hold it are planned.
 
-    Args:
-        model: the module.
-        buckets: as for `dcpc.compile`.
-        world: number of ranks that will compile it.
-        options: those of `dcpc.compile`, for all of them.
+    Options that say what is traced (device, backend, attention, autocast) have traces of their own.
     """
+    kept: list[tuple[tuple[Any, ...], Traces]] = []
 
-    def __init__(self, model: nn.Module, buckets: dcpc.Buckets, world: int, **options: Any) -> None:
-        self.model, self.buckets, self.options = model, buckets, options
+    def made(model: nn.Module, buckets: dcpc.Buckets, options: PlanOptions, *more: Any) -> Traces:
+        told = options.device, options.backend, options.autocast, options.attention, options.loss
+        asked = model, buckets, told, options.world > 1 and options.derive_rules, more
+        found = [traces for given, traces in kept if given == asked]
+        if not found:
+            found = [Traces(model, buckets, options, *more)]
+            kept.append((asked, *found))
+        return found[0]
+
+    with mock.patch.object(plans, "Traces", made):
+        yield
+
+
+class Keeper:
+    """Plans and stages that were made once: whoever asks for the same again gets them."""
+
+    def __init__(self) -> None:
         self._kept: list[tuple[tuple[Any, ...], Any]] = []
-        given = CompileOptions(**options)
-        told = given.planned_for(world)
-        with self._keeping(plans, makes=True):
-            if given.pipeline is None:
-                self._graphs(plans.plan_with(model, buckets, told), given)
-            else:
-                assert isinstance(given.pipeline, int), "auto prices both kinds"
-                plans.cut_with(model, buckets, told, given.pipeline)
 
-    def compile(self) -> dcpc.CompiledModel:
-        """Returns what `dcpc.compile` makes on this rank, which does not plan anew."""
-        with self._keeping(compiling, makes=False):
-            return dcpc.compile(self.model, self.buckets, **self.options)
+    def around(self, module: Any, makes: bool = True) -> ExitStack:
+        """Returns a context in which a module gets what is kept.
 
-    def _keeping(self, module: Any, makes: bool) -> ExitStack:
+        Args:
+            module: module of `dcpc.api` that plans.
+            makes: whether what is not kept yet is made and kept; else it is an error.
+        """
         stack = ExitStack()
         for name in ("plan_with", "cut_model"):
             kept = self._kept_of(name, getattr(module, name), makes)
@@ -73,6 +80,34 @@ class Ready:
             return found[0]
 
         return call
+
+
+class Ready:
+    """A model with what `dcpc.compile` of some ranks plans for it.
+
+    Args:
+        model: the module.
+        buckets: as for `dcpc.compile`.
+        world: number of ranks that will compile it.
+        options: those of `dcpc.compile`, for all of them.
+    """
+
+    def __init__(self, model: nn.Module, buckets: dcpc.Buckets, world: int, **options: Any) -> None:
+        self.model, self.buckets, self.options = model, buckets, options
+        self._keeper = Keeper()
+        given = CompileOptions(**options)
+        told = given.planned_for(world)
+        with self._keeper.around(plans):
+            if given.pipeline is None:
+                self._graphs(plans.plan_with(model, buckets, told), given)
+            else:
+                assert isinstance(given.pipeline, int), "auto prices both kinds"
+                plans.cut_with(model, buckets, told, given.pipeline)
+
+    def compile(self) -> dcpc.CompiledModel:
+        """Returns what `dcpc.compile` makes on this rank, which does not plan anew."""
+        with self._keeper.around(compiling, makes=False):
+            return dcpc.compile(self.model, self.buckets, **self.options)
 
     def _graphs(self, planned: Planned, given: CompileOptions) -> None:
         """Makes the graphs of the plans; has Inductor compile them where they run as they are.

@@ -1,6 +1,7 @@
 """Plans with parameters in rounds of blocks: what a rank keeps and sends, degrees, best block."""
 
 import warnings
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from dcpc.runtime.planner.table import mode_table
 from dcpc.symbolic_profile import find
 from dcpc.trace import trace
 from models.gpt import GPT, GPTConfig
+from tests.cases.ready import traced_once
 
 BUCKETS = dcpc.Buckets(dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]"),
                        sizes=[{"seq": 64}, {"seq": 4096}])  # fmt: skip
@@ -23,16 +25,27 @@ H200 = find("h200")
 WORLD = 16  # two nodes
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _traces_are_made_once():
+    """Tests plan one module for other blocks."""
+    with traced_once():
+        yield
+
+
+@cache
+def model() -> GPT:
+    return GPT(GPTConfig(vocab_size=64, dim=64, n_layers=1, n_heads=4))
+
+
 def planned(block: int | str | None, world: int = WORLD, **options: Any) -> Planned:
-    model = GPT(GPTConfig(vocab_size=64, dim=64, n_layers=1, n_heads=4))
     options = {"device": "h200", "backend": "eager", "parameters": "rounds"} | options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return dcpc.api.plan(model, BUCKETS, world=world, block=block, **options)
+        return dcpc.api.plan(model(), BUCKETS, world=world, block=block, **options)
 
 
 def test_a_rank_keeps_its_rows_of_a_block_and_sends_within_it():
-    whole = sum(p.nbytes for p in GPT(GPTConfig(64, 64, 1, 4)).parameters())
+    whole = sum(p.nbytes for p in model().parameters())
     for block in (2, 8):
         found = planned(block, sp=1)
         request = found.request
@@ -76,9 +89,15 @@ def test_auto_takes_the_block_of_least_time_among_those_that_fit(monkeypatch):
     (bucket,) = buckets = dcpc.Buckets(inputs, sizes=[{"seq": 8, "batch": 1}])
     options = {"sp": 1, "recompute": "none", "device": "cpu", "world": 4, "backend": "eager"}
 
-    def wide(block: int | str, memory: float = 1e12, parameters: str = "rounds") -> Planned:
+    def made() -> GPT:
         with torch.device("meta"):
-            model = GPT(GPTConfig(vocab_size=100_000, dim=32, n_layers=1, n_heads=2))
+            return GPT(GPTConfig(vocab_size=100_000, dim=32, n_layers=1, n_heads=2))
+
+    same = made()
+
+    def wide(
+        block: int | str, memory: float = 1e12, parameters: str = "rounds", model: GPT = same
+    ) -> Planned:
         return dcpc.api.plan(
             model, buckets, block=block, memory=memory, parameters=parameters, **options
         )
@@ -90,7 +109,7 @@ def test_auto_takes_the_block_of_least_time_among_those_that_fit(monkeypatch):
     assert wide("auto").block == min(seconds, key=seconds.__getitem__)
     traces = []
     monkeypatch.setattr("dcpc.plan.traced.trace", lambda *args: traces.append(args) or trace(*args))
-    assert wide("auto", needed[4], parameters="auto").block == 4
+    assert wide("auto", needed[4], "auto", made()).block == 4
     assert len(traces) == 1  # whole, step, blocks of 2 and of 4: candidates of one trace
     monkeypatch.undo()
     with pytest.raises(PlanError, match="too little"):

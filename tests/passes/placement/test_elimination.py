@@ -1,6 +1,5 @@
 """The exact minimiser against brute force and against integer programming."""
 
-from itertools import product
 from math import inf
 
 import numpy as np
@@ -31,22 +30,41 @@ def cost_at(unaries: list[np.ndarray], edges: list[Edge], labels: tuple[int, ...
 
 
 def brute_force(unaries: list[np.ndarray], edges: list[Edge]) -> float:
-    choices = product(*(range(len(unary)) for unary in unaries))
-    return min(cost_at(unaries, edges, labels) for labels in choices)
+    """The least cost of all labels at once: an axis for each variable."""
+    count, total = len(unaries), np.zeros(())
+
+    def along(table: np.ndarray, *axes: int) -> np.ndarray:
+        ordered = table if [*axes] == sorted(axes) else table.T
+        sizes = dict(zip(sorted(axes), ordered.shape, strict=True))
+        return ordered.reshape([sizes.get(axis, 1) for axis in range(count)])
+
+    for v, unary in enumerate(unaries):
+        total = total + along(unary, v)
+    for u, v, table in edges:
+        total = total + along(table, u, v)
+    return float(total.min())
+
+
+Shape = tuple[list[int], list[tuple[int, int]]]  # labels of each variable, and edges
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    """Up to 6 variables of 1 to 3 labels; some isolated, some pairs with several edges."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
+    pairs = [(u, v) for u in range(len(sizes)) for v in range(len(sizes)) if u != v]
+    return sizes, draw(st.lists(st.sampled_from(pairs), max_size=14)) if pairs else []
 
 
 @st.composite
 def tiny_networks(draw: st.DrawFn) -> tuple[list[np.ndarray], list[Edge]]:
-    """Up to 6 variables of 1 to 3 labels; some isolated, some pairs with several edges."""
-    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=6))
+    sizes, pairs = draw(shapes())
 
     def array(*shape: int) -> np.ndarray:
         count = int(np.prod(shape))
         return np.array(draw(st.lists(COSTS, min_size=count, max_size=count))).reshape(shape)
 
-    pairs = [(u, v) for u in range(len(sizes)) for v in range(len(sizes)) if u != v]
-    chosen = draw(st.lists(st.sampled_from(pairs), max_size=14)) if pairs else []
-    return [array(n) for n in sizes], [(u, v, array(sizes[u], sizes[v])) for u, v in chosen]
+    return [array(n) for n in sizes], [(u, v, array(sizes[u], sizes[v])) for u, v in pairs]
 
 
 def random_network(
@@ -77,17 +95,17 @@ def cases_of(several: list[tuple[list[np.ndarray], list[Edge]]]) -> CostNetwork:
 @st.composite
 def several_networks(draw: st.DrawFn) -> list[tuple[list[np.ndarray], list[Edge]]]:
     """Two or three of one shape."""
-    unaries, edges = draw(tiny_networks())
+    sizes, pairs = draw(shapes())
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
 
-    def other(table: np.ndarray) -> np.ndarray:
+    def table(*shape: int) -> np.ndarray:
         """Costs as `COSTS`: drawn one by one they are most of the test's time."""
-        kinds = [rng.integers(-4, 5, table.shape) * 1.0, np.full(table.shape, inf)]
-        return np.choose(rng.integers(0, 3, table.shape), [*kinds, rng.random(table.shape)])
+        kinds = [rng.integers(-4, 5, shape) * 1.0, np.full(shape, inf), rng.random(shape)]
+        return np.choose(rng.integers(0, 3, shape), kinds)
 
-    return [(unaries, edges)] + [
-        ([other(u) for u in unaries], [(u, v, other(t)) for u, v, t in edges])
-        for _ in range(draw(st.integers(1, 2)))
+    return [
+        ([table(n) for n in sizes], [(u, v, table(sizes[u], sizes[v])) for u, v in pairs])
+        for _ in range(draw(st.integers(2, 3)))
     ]
 
 
