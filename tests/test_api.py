@@ -200,7 +200,11 @@ def test_call_that_fits_no_bucket_is_refused(compiled, inputs, pattern):
     ("options", "kind", "pattern"),
     [
         ({"backend": "tpu"}, dcpc.DcpcError, r"backend='tpu'.*expected one of eager, inductor"),
-        ({"recompute": "some"}, dcpc.PlanError, r"'some'.*expected 'auto', 'none' or 'all'"),
+        (
+            {"recompute": "some"},
+            dcpc.PlanError,
+            r"'some'.*expected one of auto, pyramid, none, all",
+        ),
         ({"sp": 3}, dcpc.PlanError, r"sp=3 with 1 ranks.*expected 'auto' or a divisor"),
         ({"sp": True}, dcpc.PlanError, r"sp=True.*expected"),
         ({"memory": -1}, dcpc.PlanError, r"memory=-1.*expected a positive number of bytes"),
