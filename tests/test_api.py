@@ -74,10 +74,10 @@ def test_a_model_that_is_compiled_already_is_refused(compiled, function):
 @pytest.mark.parametrize("kind", [dcpc.CompiledModel, PipelinedModel])
 def test_help_shows_what_parts_have_as_the_models_own(kind):
     text = pydoc.plain(pydoc.render_doc(kind))
-    for shown in ("train_step(", "report(self)", "predict(self, bucket", "load(", "speeds"):
+    for shown in ("train_step(", "report(self, full", "predict(self, bucket", "load(", "speeds"):
         assert shown in text
-    assert "step: from `dcpc.DataLoader`." in text
-    assert "How fast ranks are beside the fastest one" in text
+    assert "step: step of a `dcpc.DataLoader`." in text
+    assert "Speeds of the ranks beside the fastest one" in text
     parameters = inspect.signature(kind.train_step).parameters
     assert [*parameters] == ["self", "step", "clip", "nonfinite", "outputs"]
 

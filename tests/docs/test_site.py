@@ -68,7 +68,7 @@ def test_reference_shows_options_and_examples(site):
     text = re.sub(r"<[^>]+>", "", (site / "reference.html").read_text())
     names = ("save", "load", "count_steps", "evaluate", "reduce_gradients", "TrainerMixin", "stats")
     options = [field.name for field in fields(CompileOptions)]
-    assert len(options) > 20
+    assert len(options) >= 20
     for wanted in ("memory: bytes a rank may use", "dcpc.materialize(compiled)", *names):
         assert wanted in text
     assert not [name for name in options if f"{name}: " not in text]

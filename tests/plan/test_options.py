@@ -98,7 +98,7 @@ def test_unknown_option_is_refused_before_anything_runs():
         ({"memory": True}, r"memory=True; expected a positive"),
         ({"memory": [1e9]}, r"memory=\[1000000000.0\]; expected a positive"),
         ({"device": "abacus"}, r"abacus.*expected one of h200"),
-        ({"recompute": "some"}, r"recompute='some'; expected 'auto'"),
+        ({"recompute": "some"}, r"recompute='some'; expected one of auto, pyramid"),
         ({"backend": "tpu"}, r"backend='tpu'; expected one of"),
         ({"attention": "tail"}, r"attention='tail'; expected 'auto'"),
         ({"autocast": torch.int8}, r"autocast=torch.int8; expected"),

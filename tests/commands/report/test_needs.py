@@ -86,7 +86,7 @@ def test_forced_values_that_do_not_fit_are_freed(run):
     assert re.search(r"\{seq: 32\} .* fits$", result.stdout, re.M)
     assert re.search(r"\{seq: 16384\} .* does not fit: [\d.]+ MB too much$", result.stdout, re.M)
     assert "of the buckets that fit:" in result.stdout
-    assert "variant 1: sp 1" in result.stdout
+    assert "dcpc report --full" in result.stdout
 
 
 def test_memory_for_nothing_prints_other_what_ifs_and_writes_no_page(run, tmp_path):
