@@ -229,7 +229,7 @@ def test_source_is_python(folder):
         (("--world", "2", "--sp", "3"), ("sp=3", "1, 2")),
         (("--sp", "many"), ("sp='many'", "auto")),
         (("--device", "abacus"), ("'abacus'", "h200")),
-        (("--recompute", "some"), ("'some'", "'all'")),
+        (("--recompute", "some"), ("'some'", "pyramid, none, all")),
         (("--buckets", "none.yaml"), ("BucketError", "none.yaml")),
     ],
 )
