@@ -127,7 +127,10 @@ def _without_idle_views(graph: fx.Graph) -> None:
         same = _same(node)
         if same is not None and node not in returned:
             node.replace_all_uses_with(same)
+            given = node.args[0]
             graph.erase_node(node)
+            if isinstance(given, fx.Node) and given is not same and not given.users:
+                graph.erase_node(given)  # it was made for this view alone
 
 
 def _same(node: fx.Node) -> fx.Node | None:
