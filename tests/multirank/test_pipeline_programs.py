@@ -22,11 +22,14 @@ PAD = {"input_ids": 0, "attention_mask": 0, "labels": -100}
 
 
 class Masked(Texts):
-    """Texts with a mask of their tokens."""
+    """Texts with a mask of their tokens; the last three of each are padding of its own."""
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         sample = super().__getitem__(i)
-        return {**sample, "attention_mask": torch.ones_like(sample["input_ids"])}
+        sample["labels"][-3:] = PAD["labels"]
+        mask = torch.ones_like(sample["input_ids"])
+        mask[-3:] = PAD["attention_mask"]
+        return {**sample, "attention_mask": mask}
 
 
 DATA = Masked([48, 10, 16, 37, 24, 16])

@@ -113,12 +113,22 @@ def gathered(parts: Sequence[Tensor], split: DimSplit) -> Tensor:
     """Returns the whole dim, in order, from all ranks' pieces."""
     dim = split.dim
     if not split.zigzag:
-        return torch.cat(list(parts), dim)
+        return joined(parts, dim)
     placed: list[tuple[Run, Tensor]] = []
     for mine, part in zip(split.runs(split.size, len(parts)), parts, strict=True):
         placed += zip(mine, part.split([length for _, length in mine], dim), strict=True)
     placed.sort(key=lambda item: item[0])
-    return torch.cat([part for _, part in placed], dim)
+    return joined([part for _, part in placed], dim)
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Returns parts one after the other along a dim, laid out as a new tensor.
+
+    Without `out`, `torch.cat` lays its result out as channels-last parts are; the ops' fakes do not.
+    """
+    out = parts[0].new_empty(_with_dim(parts[0], dim, sum(x.shape[dim] for x in parts)))
+    torch.cat(list(parts), dim, out=out)
+    return out
 
 
 def exchange(
@@ -203,7 +213,7 @@ narrow.register_autograd(_narrow_backward, setup_context=_narrow_context)
 def pick(x: Tensor, dim: int, first: int, turn: int, second: int, length: int) -> Tensor:
     """Returns a zigzag piece of `length`: `turn` elements from `first`, the rest from `second`."""
     runs = (x.narrow(dim, first, turn), x.narrow(dim, second, length - turn))
-    return torch.cat(runs, dim)
+    return joined(runs, dim)
 
 
 @pick.register_fake

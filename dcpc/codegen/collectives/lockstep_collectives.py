@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dcpc.codegen.collectives.collectives import DimSplit, gathered, scattered
+from dcpc.codegen.collectives.collectives import DimSplit, gathered, joined, scattered
 from dcpc.codegen.collectives.halo import HaloCall, given_parts, origins, placed, traffic
 from dcpc.codegen.collectives.ring import RingCall, empty_results
 from dcpc.codegen.collectives.ring_swap import SwapCall, in_order, rows_of
@@ -46,7 +46,7 @@ def _whole(calls: Sequence[Call], prefix: str = "") -> Tensor:
 def _pieces(x: Tensor, calls: Sequence[Call], prefix: str = "") -> list[Tensor]:
     """Returns each rank's piece of a whole tensor."""
     splits = [_split(call, prefix, "length") for call in calls]
-    found = [piece.contiguous() for piece in scattered(x, splits[0], len(calls))]
+    found = [piece.clone(memory_format=torch.contiguous_format) for piece in scattered(x, splits[0], len(calls))]
     for split, piece in zip(splits, found, strict=True):
         got, expected = piece.shape[split.dim], split.size
         assert got == expected, f"a piece of dim {split.dim}: got length {got}, expected {expected}"
@@ -82,7 +82,7 @@ def _swap(calls: Sequence[Call]) -> list[Tensor]:
             every = [in_order([h[i] for h in heads], pieces, rows_dim) for i in range(across)]
         else:
             rows = [rows_of(x, pieces, rows_dim) for x in block]
-            every = [torch.cat([r[i] for r in rows], heads_dim) for i in range(across)]
+            every = [joined([r[i] for r in rows], heads_dim) for i in range(across)]
         found += every
     for call, x in zip(calls, found, strict=True):
         got, expected = x.shape[rows_dim], call["rows_length"]

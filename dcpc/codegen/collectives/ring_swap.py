@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpc.codegen.collectives.collectives import group_named, on_wire, wire_log
+from dcpc.codegen.collectives.collectives import group_named, joined, on_wire, wire_log
 from dcpc.ops.arguments import arguments
 from dcpc.ops.attention import RunOfRows
 from dcpc.ops.ring_route import RowSplit
@@ -93,7 +93,7 @@ def swap(x: Tensor, *packed: Any) -> Tensor:
         lengths = [call.rows_length] * call.across
     parts = _exchanged(sends, lengths, heads, dims, first, pg)
     if not call.to_heads:
-        return torch.cat(parts, call.heads_dim)
+        return joined(parts, call.heads_dim)
     return in_order(parts, pieces, call.rows_dim)
 
 
@@ -125,7 +125,7 @@ def rows_of(x: Tensor, pieces: list[tuple[RunOfRows, ...]], dim: int) -> list[Te
 def in_order(parts: list[Tensor], pieces: list[tuple[RunOfRows, ...]], dim: int) -> Tensor:
     """Joins the rows of several ranks in order of position."""
     found = [parts[i].narrow(dim, run.at, run.length) for run, i in _placed(pieces)]
-    return torch.cat(found or parts, dim)
+    return joined(found or parts, dim)
 
 
 def _exchanged(

@@ -104,6 +104,14 @@ def test_collectives_are_their_definitions_and_their_backwards_the_transposes(wo
     assert run_ranks(check, world, world) == [True] * world
 
 
+def test_pieces_of_channels_last_images_are_laid_out_as_fakes_say():
+    image = torch.randn(2, 3, 9, 1).to(memory_format=torch.channels_last)
+    assert not image.is_contiguous()
+    for op, *rest in ((ops.narrow, 2, 4), (ops.pick, 1, 2, 5, 4)):
+        expected = torch.empty(2, 3, 4, 1).stride()
+        assert op(image, 2, *rest).stride() == op(image.to("meta"), 2, *rest).stride() == expected
+
+
 def unbound(rank):
     with pytest.raises(Exception, match="process group 'none', which this process has not made"):
         ops.all_reduce(torch.ones(2), "none")

@@ -51,6 +51,8 @@ def moved(origin, zigzag, rank, p):
     if not zigzag:
         rows = piece(5, 5, 0, p, rank)[1] + 2
         total = total + (ops.halo(mine, 0, size, *rest, 5, 5, 0, 1, 3, 1, rows, "all") ** 2).sum()
+    image = torch.randn(2, 3, lengths[0], 1).double().to(memory_format=torch.channels_last)
+    total = total + ops.all_gather(image, 2, size, *rest, zigzag, "all").sum()
     ops.all_reduce(total, "all").backward()
 
 
@@ -79,6 +81,7 @@ def test_collectives_of_all_operands_are_what_gloo_makes(world):
         for got, want in zip(BY_NAME[names[0]](given), expected, strict=True):
             for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
                 torch.testing.assert_close(a, b, rtol=limit, atol=limit, equal_nan=True)
+                assert a.stride() == b.stride(), names[0]
 
 
 def made(name, sp, attention="auto"):
