@@ -124,7 +124,7 @@ def gathered(parts: Sequence[Tensor], split: DimSplit) -> Tensor:
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     """Returns parts one after the other along a dim, laid out as a new tensor.
 
-    Without `out`, `torch.cat` lays its result out as channels-last parts are; the ops' fakes do not.
+    Without `out`, `torch.cat` keeps the layout of channels-last parts; the ops' fakes do not.
     """
     out = parts[0].new_empty(_with_dim(parts[0], dim, sum(x.shape[dim] for x in parts)))
     torch.cat(list(parts), dim, out=out)

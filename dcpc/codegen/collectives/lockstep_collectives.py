@@ -46,7 +46,8 @@ def _whole(calls: Sequence[Call], prefix: str = "") -> Tensor:
 def _pieces(x: Tensor, calls: Sequence[Call], prefix: str = "") -> list[Tensor]:
     """Returns each rank's piece of a whole tensor."""
     splits = [_split(call, prefix, "length") for call in calls]
-    found = [piece.clone(memory_format=torch.contiguous_format) for piece in scattered(x, splits[0], len(calls))]
+    views = scattered(x, splits[0], len(calls))
+    found = [view.clone(memory_format=torch.contiguous_format) for view in views]
     for split, piece in zip(splits, found, strict=True):
         got, expected = piece.shape[split.dim], split.size
         assert got == expected, f"a piece of dim {split.dim}: got length {got}, expected {expected}"
