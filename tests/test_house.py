@@ -5,8 +5,11 @@ import pytest
 from tests.house import COUNTS, House, table
 
 HOUSE = House()
+# Capability that joined since the cap was set -> the lines in dcpc/ it may cost; each only falls, too.
+# An entry is argued in its commit: what users get, and which mechanism it is.
+JOINED: dict[str, int] = {}
 MOST = {
-    "lines in dcpc/": 76_640,
+    "lines in dcpc/": 76_640 + sum(JOINED.values()),
     "lines in benchmarks/": 9_815,
     "methods of CompiledModel": 12,
     "methods of PipelinedModel": 12,
