@@ -1,5 +1,6 @@
 """Which slow tests continuous integration leaves out, and what no test leaves behind."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -64,6 +65,12 @@ def pytest_collection_finish() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Makes the mark known."""
     config.addinivalue_line("markers", "by_hand: slow, and left out of CI; see tests/conftest.py")
+    # pytest adds its handlers to each logger that does not propagate; where this one has a handler,
+    # torch writes down every step of a trace with its stack, which it does for no user.
+    if not os.environ.get("OLD"):
+        steps = logging.getLogger("torch.__trace")
+        steps.propagate = True
+        steps.handlers.clear()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

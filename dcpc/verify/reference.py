@@ -180,9 +180,11 @@ class Nudged(TorchDispatchMode):
             operands = tree_leaves((args, kwargs))
             if not any(isinstance(x, Tensor) and x.requires_grad for x in operands):
                 return out
+        if func is torch.ops.aten._softmax.default:
+            return self._moved(out, _again(*args[:2]))
         return tree_map_only(Tensor, self._moved, out)
 
-    def _moved(self, x: Tensor) -> Tensor:
+    def _moved(self, x: Tensor, times: float | Tensor = 1.0) -> Tensor:
         if not x.is_floating_point() or x.layout != torch.strided:
             return x
         generator = self._generators.get(x.device)
@@ -190,8 +192,17 @@ class Nudged(TorchDispatchMode):
             generator = torch.Generator(x.device).manual_seed(self._seed)
             self._generators[x.device] = generator
         shares = torch.empty_like(x).uniform_(-self._share, self._share, generator=generator)
-        moved = x + x * shares
+        moved = x + x * shares * times
         return torch.where(moved.isfinite(), moved, x)
+
+
+def _again(scores: Tensor, dim: int) -> Tensor:
+    """Returns by how many roundings the weights of a softmax move that are made of scores anew.
+
+    Kernels of attention keep a row's logsumexp alone, and make its weights again: an error of the
+    scores, a share of their size, is one of the exponent.
+    """
+    return 1 + scores.nan_to_num(0.0, 0.0, 0.0).abs().amax(dim, keepdim=True)
 
 
 def rounding_of(run: Callable[[Nudged | None], LossAndGradients], dtype: torch.dtype) -> Gaps:
