@@ -5,7 +5,7 @@ import pytest
 from tests.house import COUNTS, House, table
 
 HOUSE = House()
-# Capability that joined since the cap was set -> the lines in dcpc/ it may cost; each only falls, too.
+# Capability that joined since the cap was set -> lines in dcpc/ it may cost; each only falls, too.
 # An entry is argued in its commit: what users get, and which mechanism it is.
 JOINED: dict[str, int] = {}
 MOST = {
