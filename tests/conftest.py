@@ -51,6 +51,9 @@ ALONE = {
 }
 
 
+LISTED = Path(__file__).with_name("slow.txt")  # tests that are slow beside those with the mark
+
+
 # What dcpc imports late, and most ranks do as they compile: one to two seconds of each.
 LATE = ("dcpc.codegen.variant.inductor", "torch.export._trace", "scipy.sparse.csgraph")
 
@@ -67,21 +70,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "by_hand: slow, and left out of CI; see tests/conftest.py")
     # pytest adds its handlers to each logger that does not propagate; where this one has a handler,
     # torch writes down every step of a trace with its stack, which it does for no user.
-    if not os.environ.get("OLD"):
-        steps = logging.getLogger("torch.__trace")
-        steps.propagate = True
-        steps.handlers.clear()
+    steps = logging.getLogger("torch.__trace")
+    steps.propagate = True
+    steps.handlers.clear()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the slow tests of the files above."""
+    """Marks the slow tests of the list and of the files above."""
     root = Path(__file__).parent
+    listed = set(LISTED.read_text().splitlines())
     for item in items:
         path = item.path.relative_to(root).as_posix() if root in item.path.parents else ""
         alone, _ = ALONE.get(path, ([], ""))
         left_out = path in BY_HAND or item.name in alone
         if left_out and item.get_closest_marker("slow"):
             item.add_marker("by_hand")
+        if item.nodeid in listed:
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)
