@@ -42,3 +42,12 @@ def test_offences_are_found(tmp_path):
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     assert [*offences(tmp_path, [*contents])] == ["a.whl", "a.txt", f"{PICTURES}/b.png"]
+
+
+def test_listed_slow_tests_exist():
+    """A test that was renamed would be quick again, unseen."""
+    lines = (ROOT / "tests/slow.txt").read_text().splitlines()
+    for line in lines:
+        if not line.startswith("#"):
+            file, name = line.split("[")[0].rsplit("::", 1)
+            assert f"def {name}(" in (ROOT / file).read_text(), line
