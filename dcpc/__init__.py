@@ -27,7 +27,8 @@ from dcpc.runtime.data.loader import DataLoader
 from dcpc.runtime.data.settings import Settings
 from dcpc.runtime.data.weights import CountLabels
 from dcpc.runtime.planner.splits.microbatch import microbatch
-from dcpc.runtime.step.tensorboard import TensorBoardLogger
+from dcpc.runtime.step.loggers import ConsoleLogger, TensorBoardLogger
+from dcpc.runtime.step.recording import timeline
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "CheckpointError",
     "CodegenError",
     "CompiledModel",
+    "ConsoleLogger",
     "CountLabels",
     "DataError",
     "DataLoader",
@@ -57,4 +59,5 @@ __all__ = [
     "materialize",
     "microbatch",
     "register_sharding_rule",
+    "timeline",
 ]

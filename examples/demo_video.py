@@ -171,7 +171,7 @@ class Watch:
                 f"{each * count:,}",
                 f"{plan.sp}",
                 f"{plan.micro_batch}",
-                f"{plan.menu_step}/{plan.steps}",
+                plan.recompute,
                 f"{plan.seconds_s:.2f}",
                 f"{self._measured_s(bucket, samples[index]):.2f}",
                 self._first_and_last(bucket),

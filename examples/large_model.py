@@ -185,7 +185,7 @@ def train(rank: int, setting: LargeModel, mode: str, data: StdlibSource) -> Larg
         samples.append(tuple(i for mb in step.plan.micro_batches for i in mb.sample_ids))
     seconds = time.perf_counter() - begin_s
     plans = tuple(
-        f"{bucket}: sp {p.sp}, micro-batch {p.micro_batch}, recompute {p.menu_step} of {p.steps}"
+        f"{bucket}: sp {p.sp}, micro-batch {p.micro_batch}, recompute {p.recompute}"
         for bucket, p in compiled.plans.items()
     )
     return LargeRank(

@@ -7,7 +7,9 @@ from tests.house import COUNTS, House, table
 HOUSE = House()
 # Capability that joined since the cap was set -> lines in dcpc/ it may cost; each only falls, too.
 # An entry is argued in its commit: what users get, and which mechanism it is.
-JOINED: dict[str, int] = {}
+JOINED: dict[str, int] = {
+    "seen while it trains: timeline of all ranks, console, table; streams in the Trainer": 300,
+}
 MOST = {
     "lines in dcpc/": 76_640 + sum(JOINED.values()),
     "lines in benchmarks/": 9_815,

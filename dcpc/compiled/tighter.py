@@ -25,7 +25,7 @@ from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.planner.plans import PlannedMicroBatch, Setting
 from dcpc.runtime.step.result import StepResult
 from dcpc.runtime.step.shortage import OutOfMemoryInStepError, Shortage
-from dcpc.symbolic_profile import bytes_text
+from dcpc.symbolic_profile import bytes_text, recompute_text
 from dcpc.trace import casting
 
 LOG = logging.getLogger("dcpc")
@@ -205,7 +205,8 @@ class TighterPlans:
             with casting(self.groups.device.type, None):
                 plans, tables, _ = plan_buckets({bucket: runnable.priced}, request)
             if plans:
-                plain = {"sp", "micro_batch", "menu_step", "seconds_s", "fits", "peak_bytes"}
+                plain = {"sp", "micro_batch", "menu_step", "seconds_s", "fits", "peak_bytes",
+                         "again_bytes", "activation_bytes"}  # fmt: skip
                 return {
                     "budget": budget,
                     "plan": {n: getattr(plans[bucket], n) for n in {*plain, "steps", "reason"}},
@@ -224,11 +225,9 @@ def _row_setting(row: TriedRow) -> Setting:
 
 
 def _setting_text(setting: Setting, row: TriedRow | None) -> str:
-    of = "" if row is None else f" of {row.steps}"
-    return (
-        f"sp {setting.sp}, micro-batch {setting.micro_batch}, {setting.menu_step}{of} steps of "
-        "recompute"
-    )
+    again = f"{setting.menu_step} steps of recompute"
+    again = again if row is None else f"recompute {recompute_text(row)}"
+    return f"sp {setting.sp}, micro-batch {setting.micro_batch}, {again}"
 
 
 def _allocation_text(shortage: Shortage) -> str:

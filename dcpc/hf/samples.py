@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.utils.data import IterableDataset
 
 from dcpc.buckets import BATCH, InputSpec
 from dcpc.errors import DataError
@@ -58,13 +59,17 @@ class CollatedSamples:
         return len(self.records)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Returns the inputs of a sample.
+        """Returns the inputs of a sample; an error as for `collated`."""
+        return self.collated(index, self.records[index])
+
+    def collated(self, index: int, record: Any) -> dict[str, torch.Tensor]:
+        """Returns the inputs of a record of the data set.
 
         Raises:
             DataError: the collator makes too little, or an input that the model takes and the
                 buckets do not declare.
         """
-        made = self._collate([self.records[index]])
+        made = self._collate([record])
         missing = [name for name in self._inputs if made.get(name) is None]
         if missing:
             raise DataError(
@@ -101,6 +106,31 @@ class CollatedSamples:
                 f"expected 1 as dim {at}, its batch; correct the data collator or the spec"
             )
         return value.select(at, 0)
+
+
+class CollatedStream(IterableDataset[dict[str, torch.Tensor]]):
+    """A stream's samples as the Trainer's own collator makes them.
+
+    It has the stream's `set_epoch`, `state_dict` and `load_state_dict`, where that has them.
+
+    Attributes:
+        records: the Trainer's data set.
+    """
+
+    def __init__(self, samples: CollatedSamples) -> None:
+        """Takes the samples; reads nothing yet."""
+        self.records: Any = samples.records
+        self._collated = samples.collated
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yields the inputs of each sample."""
+        for number, record in enumerate(self.records):
+            yield self._collated(number, record)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("set_epoch", "state_dict", "load_state_dict"):
+            return getattr(self.records, name)
+        raise AttributeError(name)
 
 
 def accelerates_order(samples: int, seed: int, epoch: int) -> list[int]:

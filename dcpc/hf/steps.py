@@ -69,15 +69,15 @@ class StepStream(IterableDataset[Batch]):
 class StepLoader(DataLoader[Batch]):
     """The Trainer's training dataloader: a batch is a whole optimizer step."""
 
-    def __init__(self, stream: StepStream) -> None:
-        """Takes batches as they are."""
+    def __init__(self, stream: StepStream, counted: bool = True) -> None:
+        """Takes batches as they are; where the data set is a stream, nobody has counted them."""
         super().__init__(stream, batch_size=None, collate_fn=_as_it_is)
-        self.stream = stream
+        self.stream, self.counted = stream, counted
         self._counts: dict[int, int] = {}
 
     def __len__(self) -> int:
         """Steps of epoch 0; others may have another number: see `count`."""
-        return self.count(0)
+        return self.count(0) if self.counted else len(self.stream.loader)
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration that of `epoch`."""

@@ -28,7 +28,7 @@ from dcpc.buckets import Buckets, InputSpec
 from dcpc.compiled import CompiledModel
 from dcpc.errors import DataError, PlanError
 from dcpc.hf.refusals import refuse
-from dcpc.hf.samples import MASK, CollatedSamples, accelerates_order
+from dcpc.hf.samples import MASK, CollatedSamples, CollatedStream, accelerates_order
 from dcpc.hf.steps import STEP, LoaderState, StepLoader, StepStream, saved_in
 from dcpc.runtime.data.loader import DataLoader
 from dcpc.runtime.data.packing import POSITIONS
@@ -109,18 +109,14 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         """Returns the steps of `dcpc.DataLoader`, one a batch.
 
         Raises:
-            DataError: the data set has no length, or an option of the loader is wrong.
+            DataError: the data set has no samples by number and is no stream, or an option of the
+                loader is wrong.
         """
-        dataset = self.train_dataset
-        if (
-            dataset is None
-            or isinstance(dataset, IterableDataset)
-            or not hasattr(dataset, "__len__")
-        ):
+        if not self._streams and not hasattr(self.train_dataset, "__len__"):
             raise DataError(
-                f"train_dataset: got {type(dataset).__name__}; expected samples by number, with "
-                "len(dataset) and dataset[i]: the loader chooses their order; make a list or a "
-                "datasets.Dataset of them first"
+                f"train_dataset: got {type(self.train_dataset).__name__}; expected samples by "
+                "number, with len(dataset) and dataset[i], or an IterableDataset of torch or of "
+                "datasets; make one of these first"
             )
         if self.args.gradient_accumulation_steps != 1:
             raise PlanError(
@@ -132,8 +128,13 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         compiled = self._compiled()
         loader = DataLoader(self._samples(), compiled, **self._loader_arguments())
         main_input = getattr(self.model, "main_input_name", "input_ids")
-        self._step_loader = StepLoader(StepStream(loader, main_input))
+        self._step_loader = StepLoader(StepStream(loader, main_input), not self._streams)
         return self._step_loader
+
+    @property
+    def _streams(self) -> bool:
+        """Whether the data set is a stream, which has no samples by number."""
+        return isinstance(self.train_dataset, IterableDataset)
 
     def _compiled(self) -> CompiledModel:
         """Returns the compiled model, compiled where the model is another than before."""
@@ -155,10 +156,10 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         made = {POSITIONS, packing} if packing else set()
         return {name: spec for name, spec in self._declared().inputs.items() if name not in made}
 
-    def _samples(self) -> CollatedSamples:
+    def _samples(self) -> CollatedSamples | CollatedStream:
         """Returns the data set, collated as the Trainer collates it."""
         records, collate = self.train_dataset, self.data_collator
-        if hasattr(records, "column_names"):  # a datasets.Dataset
+        if hasattr(records, "column_names") and not self._streams:  # a datasets.Dataset
             records = self._remove_unused_columns(records, description="training")
         else:
             collate = self._get_collator_with_removed_columns(collate, description="training")
@@ -166,7 +167,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         given = self._given()
         made = self._declared().inputs.keys() - given.keys()
         shifts = bool(self._loss_shifts_labels)
-        return CollatedSamples(records, collate, given, taken - made, shifts)
+        samples = CollatedSamples(records, collate, given, taken - made, shifts)
+        return CollatedStream(samples) if self._streams else samples
 
     def _loader_arguments(self) -> dict[str, Any]:
         """Returns the loader's arguments: `loader_options`, then those of the Trainer."""
@@ -175,7 +177,9 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             a_step = args.train_batch_size * args.world_size * self._accumulated
             found.setdefault("samples_per_step", a_step)
         found.setdefault("seed", args.seed if args.data_seed is None else args.data_seed)
-        if args.train_sampling_strategy != "random":
+        if self._streams:
+            found.setdefault("num_workers", args.dataloader_num_workers)
+        elif args.train_sampling_strategy != "random":
             found.setdefault("shuffle", False)
         elif not self.loader_options.keys() & {"seed", "shuffle", "order"}:
             assert self.train_dataset is not None, "get_train_dataloader has looked"
@@ -272,14 +276,16 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     def get_total_train_batch_size(self, args: Any) -> int:
         """Returns the samples of a step; of steps by tokens the mean."""
         loader = self._step_loader
-        if loader is None:
+        if loader is None or not loader.counted:
             return int(super().get_total_train_batch_size(args)) * self._accumulated
         size = loader.stream.loader.samples_per_step
         return size or max(1, len(self.train_dataset) // loader.count(0))
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
         """Returns the numbers of epochs and steps, where epochs may differ in their steps."""
-        found = super().set_initial_training_values(args, dataloader)
+        found: tuple[Any, ...] = super().set_initial_training_values(args, dataloader)
+        if not dataloader.counted:
+            return found
         epochs, per_epoch, examples, samples, batch, in_epoch, steps = found
         if args.max_steps > 0:
             epochs, left = 0, args.max_steps
@@ -296,8 +302,9 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     def _run_epoch(self, *, epoch: int, train_dataloader: Any, **kwargs: Any) -> None:
         """Runs an epoch of as many steps as it has."""
         assert self._step_loader is not None, "made before"
-        count = self._step_loader.count(epoch)
-        kwargs |= {"steps_in_epoch": count, "num_update_steps_per_epoch": count}
+        if self._step_loader.counted:
+            count = self._step_loader.count(epoch)
+            kwargs |= {"steps_in_epoch": count, "num_update_steps_per_epoch": count}
         super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **kwargs)
 
     def _init_training_state(

@@ -89,6 +89,8 @@ class PlanRow:
         menu_step: number of recompute steps taken.
         seconds_s: predicted seconds of a full micro-batch, forward and backward.
         fits: whether the setting fits a rank's memory.
+        again_bytes: bytes of activations that backward makes again.
+        activation_bytes: bytes of activations that are kept where nothing is made again.
     """
 
     sp: int
@@ -96,6 +98,13 @@ class PlanRow:
     menu_step: int
     seconds_s: float
     fits: bool = field(default=True, kw_only=True)
+    again_bytes: int = field(default=0, kw_only=True, compare=False)
+    activation_bytes: int = field(default=0, kw_only=True, compare=False)
+
+    @property
+    def recompute(self) -> str:
+        """Share of the activations' bytes that backward makes again, as text."""
+        return f"{self.again_bytes / max(1, self.activation_bytes):.0%}"
 
     @property
     def rank_seconds(self) -> float:

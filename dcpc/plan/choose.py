@@ -11,6 +11,7 @@ from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 from dcpc.ir import BucketPlan, PlanRow
 from dcpc.ir.thresholds import MICRO_BATCH_GAIN
+from dcpc.symbolic_profile import recompute_text
 
 # Plans by rising length, neighbours that chose alike.
 Stretch = tuple[BucketPlan, ...]
@@ -59,8 +60,8 @@ def choose(
         wider = f"run on more than {world} ranks" if widest == world else "allow a larger sp"
         raise PlanError(
             f"bucket {bucket} needs {_size(closest.needed_bytes)} on a rank at sp={closest.sp}, "
-            f"micro-batch {closest.micro_batch}, {closest.menu_step} of {closest.steps} "
-            f"steps of recompute; a rank has {_size(memory_bytes)}, {_size(over)} too little; "
+            f"micro-batch {closest.micro_batch}, recompute {recompute_text(closest)}; "
+            f"a rank has {_size(memory_bytes)}, {_size(over)} too little; "
             f"{wider}, lower the bucket, or raise memory="
         )
     best = min(row.rank_seconds for row in fitting)
@@ -75,6 +76,8 @@ def choose(
         seconds_s=chosen.seconds_s,
         peak_bytes=chosen.peak_bytes,
         reason=_reason(chosen, rows, memory_bytes, recompute_mode),
+        again_bytes=chosen.again_bytes,
+        activation_bytes=chosen.activation_bytes,
     )
 
 
@@ -202,11 +205,9 @@ def lengths_text(stretch: Stretch) -> str:
 
 def choice_text(plan: BucketPlan) -> str:
     """Returns a plan's setting in words."""
-    again = f"{plan.menu_step} of {plan.steps} steps of recompute" if plan.menu_step else ""
-    return f"sp {plan.sp}, micro-batch {plan.micro_batch}, {again or 'nothing recomputed'}"
+    return f"sp {plan.sp}, micro-batch {plan.micro_batch}, recompute {plan.recompute}"
 
 
-def _choice(plan: BucketPlan) -> tuple[int, ...]:
-    """Returns the key by which settings are equal; menus of other lengths differ in length."""
-    steps = plan.steps if plan.menu_step else 0
-    return plan.sp, plan.micro_batch, plan.menu_step, steps
+def _choice(plan: BucketPlan) -> tuple[int, int, str]:
+    """Returns the key by which settings are equal."""
+    return plan.sp, plan.micro_batch, plan.recompute

@@ -119,10 +119,8 @@ class Planned:
         rows = []
         for bucket, plan in self.plans.items():
             sizes = {**bucket.sizes, BATCH: plan.micro_batch}
-            study = self.study(bucket)
-            most_bytes = study.predict(0, sizes).saved_bytes
-            local = study.local_sizes(sizes)
-            rows.append(ReportRow(plan, self.profile(bucket), local, most_bytes))
+            local = self.study(bucket).local_sizes(sizes)
+            rows.append(ReportRow(plan, self.profile(bucket), local))
         return tuple(rows)
 
     @property
@@ -453,7 +451,11 @@ def row_of(study: Study, sizes: Sizes, sp: int, request: PlanRequest) -> TriedRo
         needed = request.resident_bytes + max(run_bytes, request.step_bytes)
         fits = needed <= request.memory_bytes
         peak_bytes, seconds_s = cost.peak_bytes, cost.seconds_s
-        return TriedRow(sp, batch, menu_step, seconds_s, most, peak_bytes, needed, fits=fits)
+        all_bytes = study.predict(0, sizes).saved_bytes
+        return TriedRow(
+            sp, batch, menu_step, seconds_s, most, peak_bytes, needed, fits=fits,
+            again_bytes=max(0, all_bytes - cost.saved_bytes), activation_bytes=all_bytes,
+        )  # fmt: skip
 
     if request.recompute_mode in ("all", "none"):
         return row(most() if request.recompute_mode == "all" else 0)

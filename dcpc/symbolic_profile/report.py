@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console, JustifyMethod, RenderableType
 from rich.table import Table
 
-from dcpc.ir import BucketPlan, Profile
+from dcpc.ir import BucketPlan, PlanRow, Profile
 from dcpc.symbolic_profile.evaluate import evaluator
 from dcpc.symbolic_profile.polynomials import monomials, values_of
 
@@ -30,13 +30,11 @@ class ReportRow:
         profile: costs of the variant's partition.
         dims: symbol name -> size for every symbol of the profile, `batch` and local lengths
             included, at a full micro-batch.
-        most_saved_bytes: bytes that forward would keep for backward if nothing were recomputed.
     """
 
     plan: BucketPlan
     profile: Profile
     dims: Mapping[str, int]
-    most_saved_bytes: int
 
     @property
     def saved_bytes(self) -> int:
@@ -74,19 +72,24 @@ def render_formulas(rows: Sequence[ReportRow]) -> str:
 
 
 def cells_of(row: ReportRow) -> tuple[str, ...]:
-    """Returns the texts of `COLUMNS`; recompute is a share of the most saved bytes, and bytes."""
-    plan, again_bytes = row.plan, max(0, row.most_saved_bytes - row.saved_bytes)
-    share = f"{again_bytes / max(1, row.most_saved_bytes):.0%}"
+    """Returns the texts of `COLUMNS`."""
+    plan = row.plan
     return (
         str(plan.bucket),
         str(plan.sp),
         str(plan.micro_batch),
-        f"{share} ({bytes_text(again_bytes)})" if again_bytes else share,
+        recompute_text(plan),
         bytes_text(row.saved_bytes),
         bytes_text(plan.peak_bytes),  # of a GPU whole blocks, as what fits is decided by
         f"{evaluator(row.profile).flops(row.dims) / 1e12:,.4g}",
         seconds_text(plan.seconds_s),
     )
+
+
+def recompute_text(row: PlanRow) -> str:
+    """Returns a setting's recompute: its share of the activations' bytes, and its bytes."""
+    again_bytes = row.again_bytes
+    return f"{row.recompute} ({bytes_text(again_bytes)})" if again_bytes else row.recompute
 
 
 def variant_formulas(rows: Sequence[ReportRow]) -> list[tuple[str, list[str]]]:
@@ -96,8 +99,8 @@ def variant_formulas(rows: Sequence[ReportRow]) -> list[tuple[str, list[str]]]:
         seen.setdefault(row.profile, []).append(row)
     found = []
     for number, (profile, mine) in enumerate(seen.items(), 1):
-        sp, step, most = mine[0].plan.sp, mine[0].plan.menu_step, mine[0].plan.steps
-        title = f"variant {number}: sp {sp}, {step} of {most} steps of recompute"
+        plan = mine[0].plan
+        title = f"variant {number}: sp {plan.sp}, recompute {recompute_text(plan)}"
         found.append((title, _formulas(profile, mine)))
     return found
 

@@ -353,15 +353,61 @@ def test_without_buckets_it_says_where_they_go(tmp_path):
         made(NoBuckets, tmp_path)
 
 
-def test_a_stream_is_refused(tmp_path):
-    ours = made(Ours, tmp_path, data=Stream(), max_steps=2)
-    with pytest.raises(DataError, match="got Stream; expected samples by number"):
-        ours.train()
-
-
 class Stream(torch.utils.data.IterableDataset):
+    """The samples in their order, as a stream that keeps no state."""
+
     def __iter__(self):
-        return iter([Samples()[0]])
+        return map(Samples().__getitem__, range(len(LENGTHS)))
+
+
+class Kept(Stream):
+    """One that goes on from its state."""
+
+    at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+    def __iter__(self):
+        for i in range(self.at, len(LENGTHS)):
+            self.at += 1
+            yield Samples()[i]
+
+
+def rows():
+    return (dict(Samples()[i]) for i in range(len(LENGTHS)))
+
+
+def huggingfaces():
+    datasets = pytest.importorskip("datasets")
+    return datasets.IterableDataset.from_generator(rows).with_format("torch")
+
+
+@pytest.mark.parametrize(
+    ("stream", "stop"),
+    [
+        (Kept, 3),
+        pytest.param(Stream, 5, marks=pytest.mark.slow),
+        pytest.param(huggingfaces, 6, marks=pytest.mark.slow),
+    ],
+)
+def test_a_stream_has_the_steps_of_its_samples_and_goes_on(tmp_path, plain, stream, stop):
+    first = made(Ours, tmp_path, data=stream(), max_steps=8, save_strategy="steps", save_steps=stop)
+    first.add_callback(Stop(stop))
+    first.train()
+    again = made(Ours, tmp_path, data=stream(), max_steps=8)
+    again.train(resume_from_checkpoint=True)
+    assert furthest(values(plain), values(again)) < 1e-10
+    assert logged(again) == pytest.approx(logged(plain), rel=1e-6)
+
+
+def test_what_is_no_data_set_is_refused(tmp_path):
+    ours = made(Ours, tmp_path, data=iter([Samples()[0]]), max_steps=2)
+    with pytest.raises(DataError, match="got list_iterator; expected samples by number"):
+        ours.train()
 
 
 def with_mask(samples):

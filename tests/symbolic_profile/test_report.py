@@ -30,8 +30,10 @@ def row(model: str, seq: int) -> ReportRow:
         seconds_s=at.seconds(dims, find("h200")),
         peak_bytes=at.peak_bytes(dims),
         reason="sp 1 does not fit 40 GB; largest that fits",
+        again_bytes=int(at.saved_bytes(dims)),
+        activation_bytes=2 * int(at.saved_bytes(dims)),
     )
-    return ReportRow(plan, profile, dims, 2 * int(at.saved_bytes(dims)))
+    return ReportRow(plan, profile, dims)
 
 
 def test_report_is_a_line_a_bucket_with_each_reason_once():
@@ -50,7 +52,8 @@ def test_report_is_a_line_a_bucket_with_each_reason_once():
 def test_recompute_is_a_share_of_what_forward_keeps_at_most():
     half = row("gpt", 128)
     assert cells_of(half)[3] == f"50% ({bytes_text(half.saved_bytes)})"
-    assert cells_of(replace(half, most_saved_bytes=half.saved_bytes))[3] == "0%"
+    none = replace(half, plan=replace(half.plan, again_bytes=0))
+    assert cells_of(none)[3] == "0%"
 
 
 def test_formulas_are_those_of_the_rows():
@@ -58,7 +61,7 @@ def test_formulas_are_those_of_the_rows():
     text = render_formulas([first, second])
     assert "saved bytes = 8·batch·seq² + 4796·batch·seq + 64·seq + 4" in text
     assert text.count("variant ") == 2
-    assert "1 of 2 steps of recompute" in text
+    assert "sp 1, recompute 50% (" in text
     assert re.search(r"in \{seq: 4096\} \(\d+% is \d+·batch·seq\)", text)
 
 

@@ -16,7 +16,7 @@ def variant_source(parts: Partition, plan: BucketPlan, placement: Placement) -> 
     labels = Counter(str(p.output).split("(")[0] for p in placement.nodes.values())
     lines = [
         f'"""bucket {plan.bucket}: sp {plan.sp}, micro-batch {plan.micro_batch}, '
-        f"{plan.menu_step} of {plan.steps} steps of recompute.",
+        f"recompute {plan.recompute}.",
         "",
         f"Values: {', '.join(f'{n} {label}' for label, n in sorted(labels.items()))}.",
         f"Saved for backward: {len(parts.saved)} values. Why: {plan.reason}.",

@@ -98,10 +98,12 @@ def html_page(
 
 SETTINGS_NOTE = (
     "The best micro-batch of each degree: seconds of a sample on its group, then the micro-batch, "
-    "steps of recompute taken of those there are, peak of activations and gradients on a rank, and "
-    "the ranks' time a sample as a multiple of the chosen one's. Green is chosen; point at a cell "
-    "for what binds it. Not tried: degrees above twice the last that made a sample "
-    f"{WIDER_GROUP_GAIN:.0%} faster."
+    "share of the activations' bytes that is recomputed, peak of activations and gradients on a "
+    "rank, and the ranks' time a sample as a multiple of the chosen one's. Green is chosen; point "
+    "at a cell for what binds it. Not tried: degrees above twice the last that made a sample "
+    f"{WIDER_GROUP_GAIN:.0%} faster, and batches of sp samples or more at degree sp, which would "
+    "split by samples as sp ranks of their own do: small batches take longer a sample, as each "
+    "call has its launches."
 )
 CHOICES_NOTE = "Neighbouring buckets with the same choice are merged; a line ends where it changes."
 PEAK_NOTE = (
@@ -162,7 +164,7 @@ def _settings(planned: Planned) -> str:
 
 def _setting(cell: Cell) -> str:
     row = cell.row
-    again = f"batch {row.micro_batch} · {row.menu_step}/{row.steps} again"
+    again = f"batch {row.micro_batch} · recompute {row.recompute}"
     if not row.fits:
         needed = f"needs {bytes_text(row.needed_bytes)}"
         return (

@@ -40,9 +40,7 @@ def draw_settings(axes: Axes, planned: Planned) -> None:
             text = "does not fit"
             if row.fits:
                 cost[y, x] = cell.cost
-                text = (
-                    f"{seconds_text(cell.sample_s)} b{row.micro_batch} {row.menu_step}/{row.steps}"
-                )
+                text = f"{seconds_text(cell.sample_s)} b{row.micro_batch} {row.recompute}"
             axes.text(x, y, text, ha="center", va="center", fontsize=6)
             if cell.chosen:
                 frame = drawing("patches").Rectangle(

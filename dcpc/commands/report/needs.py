@@ -210,7 +210,7 @@ def needs_text(planned: Planned, found: Needs) -> str:
             str(bucket),
             str(row.sp),
             str(row.micro_batch),
-            f"{row.menu_step}/{row.steps}",
+            row.recompute,
             bytes_text(row.peak_bytes),
             bytes_text(row.needed_bytes),
             f"does not fit: {over} too much" if missed else "fits",

@@ -13,7 +13,7 @@ from dcpc.commands.report.grid import by_length, draw_settings, short
 from dcpc.commands.shared.drawing import blank, drawing
 from dcpc.plan.choose import elements
 from dcpc.plan.planning import LOSS_GRADIENT_BYTES, Planned
-from dcpc.symbolic_profile import bytes_text, evaluator, seconds_text
+from dcpc.symbolic_profile import bytes_text, evaluator, recompute_text, seconds_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -132,8 +132,8 @@ def timeline_note(planned: Planned, bucket: Bucket) -> str:
     """Returns the caption of a live-memory plot: its setting, and the copies it leaves out."""
     plan, lift = planned.plans[bucket], planned.by_bucket[bucket].priced.lift
     text = (
-        f"{bucket}, sp {plan.sp}, micro-batch {plan.micro_batch}, {plan.menu_step} of "
-        f"{plan.steps} steps of recompute, one rank"
+        f"{bucket}, sp {plan.sp}, micro-batch {plan.micro_batch}, recompute "
+        f"{recompute_text(plan)}, one rank"
     )
     if lift.folds:
         text += (
@@ -248,7 +248,7 @@ def _draw_timeline(axes: Axes, planned: Planned, bucket: Bucket) -> None:
 
 def _title(planned: Planned, bucket: Bucket) -> str:
     plan, lift = planned.plans[bucket], planned.by_bucket[bucket].priced.lift
-    text = f"{bucket}, sp {plan.sp}, {plan.menu_step} of {plan.steps} steps of recompute"
+    text = f"{bucket}, sp {plan.sp}, recompute {plan.recompute}"
     return f"{text}; of the blocks three are drawn" if lift.folds else text
 
 

@@ -41,7 +41,7 @@ def _add_rows(
             "" if i else str(bucket),
             str(row.sp),
             str(row.micro_batch),
-            f"{row.menu_step}/{row.steps}",
+            row.recompute,
             bytes_text(row.peak_bytes),
             bytes_text(row.needed_bytes),
             seconds_text(row.seconds_s),

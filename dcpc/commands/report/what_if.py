@@ -141,16 +141,15 @@ def cell_text(plan: BucketPlan | None) -> str:
     """Returns a setting in a few words, with its seconds a sample."""
     if plan is None:
         return "does not fit"
-    again = f"{plan.menu_step}/{plan.steps}"
     seconds = seconds_text(plan.seconds_s / plan.micro_batch)
-    return f"sp {plan.sp}, batch {plan.micro_batch}, {again}, {seconds}"
+    return f"sp {plan.sp}, batch {plan.micro_batch}, {plan.recompute}, {seconds}"
 
 
 def what_if_text(cases: Sequence[WhatIf]) -> str:
     """Returns a table of each case's choice for each bucket, with the seconds of a sample."""
     table = Table(
         box=box.SIMPLE_HEAD,
-        title="what if: sp, micro-batch, steps of recompute, time of a sample",
+        title="what if: sp, micro-batch, recompute, time of a sample",
         title_justify="left",
     )
     table.add_column("bucket", no_wrap=len(cases) < 3)

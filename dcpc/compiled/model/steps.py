@@ -23,6 +23,7 @@ from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.planner.speeds import speeds_line
 from dcpc.runtime.step.gradients import check_norm, reduce_gradients
+from dcpc.runtime.step.recording import named
 from dcpc.runtime.step.result import StepResult
 from dcpc.runtime.step.stats import log_step
 from dcpc.runtime.step.step import train_step
@@ -183,8 +184,9 @@ class ModelRuns:
             return result if kept is None else replace(result, outputs=kept.of(step))
 
         what = f"train_step, step {step.index} of epoch {step.epoch}"
+        name = named(lambda: f"{what}, rank {core.groups.rank}")
         try:
-            with core.groups.watch.section(what), edition.dispatch.own_casts():
+            with name, core.groups.watch.section(what), edition.dispatch.own_casts():
                 step, result = core.tighter.run(step, attempt)
         finally:
             edition.dispatch.bind_blocks()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -81,6 +82,7 @@ def run_schedule(
     grid: PipelineGrid,
     mark: Callable[[], None] | None = None,
     returned: Callable[[int, tuple[Tensor, ...]], None] | None = None,
+    name: Callable[[Action], AbstractContextManager[object]] | None = None,
 ) -> Tensor | None:
     """Adds the gradients of a step to this stage's parameters; the same call on all its neighbours.
 
@@ -92,6 +94,7 @@ def run_schedule(
         mark: function called before and after each action's computation on this stage.
         returned: function called on the last stage with the number of each micro-batch and its
             outputs, the loss first, detached.
+        name: function that returns the context in which an action runs.
 
     Returns:
         The sum of weight * loss, float64, on the last stage; None elsewhere.
@@ -104,7 +107,7 @@ def run_schedule(
     stages = _stages_of(settings, batches, schedule, grid)
     run = _StageRun(stages, batches, schedule, grid)
     run.returned = returned
-    return run.run(mark or (lambda: None))
+    return run.run(mark or (lambda: None), name or (lambda _: nullcontext()))
 
 
 def _stages_of(
@@ -162,16 +165,19 @@ class _StageRun:
         self.loss: Tensor | None = None
         self.returned: Callable[[int, tuple[Tensor, ...]], None] | None = None
 
-    def run(self, mark: Callable[[], None]) -> Tensor | None:
+    def run(
+        self, mark: Callable[[], None], name: Callable[[Action], AbstractContextManager[object]]
+    ) -> Tensor | None:
         for place, action in enumerate(self.order):
             for ahead in self.order[place : place + 1 + AHEAD]:
                 self._post(ahead)
             taken = self._take(action)
             mark()
-            if action.kind == FORWARD:
-                self._forward(action.micro_batch, taken)
-            else:
-                self._backward(action, taken)
+            with name(action):
+                if action.kind == FORWARD:
+                    self._forward(action.micro_batch, taken)
+                else:
+                    self._backward(action, taken)
             mark()
         for waiting in self.sent.values():
             self._let_go(waiting, len(self.places))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,12 +18,13 @@ from dcpc.runtime.parameters.store import ParameterStore
 from dcpc.runtime.pipeline.executor import PipelineBatch, run_schedule
 from dcpc.runtime.pipeline.forward import from_last
 from dcpc.runtime.pipeline.grid import PipelineGrid
-from dcpc.runtime.pipeline.schedule import PipelineSchedule, check
+from dcpc.runtime.pipeline.schedule import Action, PipelineSchedule, check
 from dcpc.runtime.pipeline.stage import Shaped, StageSetting
 from dcpc.runtime.step.clock import Clock
 from dcpc.runtime.step.execution import Ran, ReadyStep
 from dcpc.runtime.step.facts import gather_facts
 from dcpc.runtime.step.gradients import check_norm
+from dcpc.runtime.step.recording import name_of, named
 
 Inputs = Mapping[str, Tensor]
 # (bucket, inputs, lengths of all dims) -> inputs and lengths that stages take.
@@ -98,7 +100,12 @@ class InStages:
         if counted:
             made = dict[int, Sequence[Tensor]]()
             keep = None if self.shapes is None else made.__setitem__
-            part = run_schedule(self.settings, shares, schedule, grid, clock.mark, keep)
+
+            def name(a: Action) -> AbstractContextManager[object]:
+                mb, at = step.micro_batches[counted[a.micro_batch]], f"stage {grid.stage}, {a.kind}"
+                return named(lambda: f"{at} of {name_of(mb, grid.groups.rank)}")
+
+            part = run_schedule(self.settings, shares, schedule, grid, clock.mark, keep, name)
             if self.shapes is not None and self.take is not None:
                 for place, i in enumerate(counted):
                     mb = step.micro_batches[i]
@@ -106,7 +113,8 @@ class InStages:
                     self.take(mb, from_last(made.pop(place, ()), shapes, grid))
         sums = Clock(grid.groups.device)
         sums.mark()
-        reduced_bytes = self.summed()
+        with named(lambda: f"sum of gradients, rank {grid.groups.rank}"):
+            reduced_bytes = self.summed()
         sums.mark()
         (reduction_s,) = sums.spans_s()
         micro_batch_s = [0.0] * len(step.micro_batches)

@@ -28,6 +28,7 @@ from dcpc.runtime.step.clock import Clock
 from dcpc.runtime.step.execution import Ran, ReadyStep
 from dcpc.runtime.step.facts import gather_facts
 from dcpc.runtime.step.gradients import clip_gradients
+from dcpc.runtime.step.recording import name_of, named
 from dcpc.runtime.step.shortage import Attempt, OutOfMemoryInStepError, Shortage
 
 ModelCall = Callable[[MicroBatch, Mapping[str, torch.Tensor]], torch.Tensor]
@@ -148,7 +149,8 @@ class OnGroup:
             gc.collect()
             reduction.give_up()
         try:
-            reduction.finish()
+            with named(lambda: f"sum of gradients, rank {groups.rank}"):
+                reduction.finish()
         except GivenUpError:
             raise _given_up(step, shortage, attempt, groups) from None
         return share
@@ -184,14 +186,15 @@ class OnGroup:
             attempt.running = mb
             last_or_all = reduction.takes_all or i == last
             early = self.delivering if last_or_all and groups.world > 1 else None
-            inputs = mb.inputs_on(groups.device)
-            with nullcontext() if early is None else early(reduction.deliver):
-                loss = self.call(mb, inputs)
-            if not loss.requires_grad:
-                raise _no_gradient()
-            factor = mb.weight / total
-            (loss * factor).backward()
-            reduction.collect()
+            with named(partial(name_of, mb, groups.rank)):
+                inputs = mb.inputs_on(groups.device)
+                with nullcontext() if early is None else early(reduction.deliver):
+                    loss = self.call(mb, inputs)
+                if not loss.requires_grad:
+                    raise _no_gradient()
+                factor = mb.weight / total
+                (loss * factor).backward()
+                reduction.collect()
             if mb.ranks[0] == groups.rank:
                 losses.append(loss.detach().double() * factor)
             clock.mark()

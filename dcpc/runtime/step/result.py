@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dcpc.errors import DispatchError
-from dcpc.runtime.data.steps import MicroBatch
+from dcpc.runtime.data.steps import MicroBatch, Step
 from dcpc.runtime.planner.plans import imbalance
 
 
@@ -77,6 +77,33 @@ class StepResult:
     def idle_s(self) -> tuple[float, ...]:
         """Measured seconds of each rank from its last micro-batch to that of the last rank."""
         return tuple(max(self.busy_s) - t for t in self.busy_s)
+
+    def figures(self, step: Step) -> dict[str, float]:
+        """Returns the numbers of a step by name, measured and predicted, for loggers.
+
+        Example:
+            compiled.log_to(lambda step, result: wandb.log(result.figures(step)))
+
+        Args:
+            step: step of the loader that this is the result of.
+        """
+        values = {
+            "loss": float(self.loss),
+            "seconds/step": self.seconds_s,
+            "seconds/predicted": step.plan.makespan_s,
+            "imbalance/measured": self.imbalance,
+            "imbalance/predicted": step.plan.imbalance,
+            "reduction/early_share": self.early_bytes / max(self.reduced_bytes, 1),
+            "tokens_per_s": step.tokens / self.seconds_s,
+        }
+        if self.grad_norm is not None:
+            values["grad_norm"] = self.grad_norm
+        ranks = zip(self.busy_s, self.idle_s, step.plan.busy_s, strict=True)
+        for rank, (busy_s, idle_s, predicted_s) in enumerate(ranks):
+            values[f"busy_s/rank_{rank}"] = busy_s
+            values[f"idle_s/rank_{rank}"] = idle_s
+            values[f"busy_predicted_s/rank_{rank}"] = predicted_s
+        return values
 
 
 def _refuse_backward(*args: object, **kwargs: object) -> None:

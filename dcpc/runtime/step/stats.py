@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dcpc.buckets import Bucket
@@ -73,6 +74,32 @@ class Stats:
     speeds: tuple[float, ...] = ()
     speed_changes: int = 0
 
+    def __str__(self) -> str:
+        """Returns the table of buckets, that of ranks, and a line of all steps."""
+        rows: list[tuple[str, ...]] = [
+            ("bucket", "calls", "samples", "micro-batches", "measured s", "predicted s")
+        ]
+        for bucket in sorted(self.calls.keys() | self.seconds.keys(), key=str):
+            took = self.seconds.get(bucket, BucketSeconds())
+            counts = self.calls.get(bucket, 0), self.samples.get(bucket, 0), took.runs
+            seconds = took.measured_s, took.predicted_s
+            rows.append((str(bucket), *map(str, counts), *(f"{t:.3f}" for t in seconds)))
+        ranks: list[tuple[str, ...]] = [("rank", "busy s", "predicted s", "idle s", "speed")]
+        every = zip(self.busy_s, self.predicted_busy_s, self.idle_s, strict=True)
+        for rank, each_s in enumerate(every):
+            speed = f"{self.speeds[rank]:.2f}" if self.speeds else "1"
+            ranks.append((str(rank), *(f"{t:.3f}" for t in each_s), speed))
+        early = self.early_bytes / max(self.reduced_bytes, 1)
+        return "\n".join([
+            *_columns(rows), "", *_columns(ranks), "",
+            f"{self.steps} steps ({self.skipped} skipped), {self.variants} variants, "
+            f"{self.unpadded} calls without padding, "
+            f"{sum(self.out_of_memory.values())} times out of memory",
+            f"imbalance {self.measured_imbalance:.1%} (predicted {self.predicted_imbalance:.1%}); "
+            f"gradients {self.reduced_bytes / 1e6:,.1f} MB, {early:.0%} early; "
+            f"collectives of variants {self.wire_bytes / 1e6:,.1f} MB",
+        ])  # fmt: skip
+
     def called(self, bucket: Bucket, samples: int) -> None:
         """Counts one forward call."""
         self.calls[bucket] = self.calls.get(bucket, 0) + 1
@@ -121,6 +148,14 @@ def log_step(step: Step, result: StepResult) -> None:
         result.reduced_bytes / 1e6,
         early,
     )
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Returns rows as lines: the first column to the left, the others to the right."""
+    columns = [(max(map(len, column)), column) for column in zip(*rows, strict=True)]
+    sides = "<" + ">" * len(columns)
+    cells = [[f"{c:{side}{n}}" for c in of] for side, (n, of) in zip(sides, columns, strict=False)]
+    return ["  ".join(line) for line in zip(*cells, strict=True)]
 
 
 def _added(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:

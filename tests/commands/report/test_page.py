@@ -112,7 +112,7 @@ def test_page_has_the_numbers_of_the_table(page, planned):
         for sp in {row.sp for row in planned.tables[bucket]}:
             row = cells(planned, bucket)[sp].row
             assert row in planned.tables[bucket]
-            assert f"batch {row.micro_batch} · {row.menu_step}/{row.steps} again" in text
+            assert f"batch {row.micro_batch} · recompute {row.recompute}" in text
             if row.fits:
                 assert f"<b>{seconds_text(row.seconds_s / row.micro_batch)}</b>" in text
                 assert f"peak {bytes_text(row.peak_bytes)}" in text
@@ -156,8 +156,8 @@ def test_crossing_is_where_the_planner_changes_the_degree(planned):
 
 def test_neighbours_with_one_choice_are_merged(planned):
     first, second, third = (planned.plans[b] for b in planned.plans)
-    alike = replace(second, micro_batch=first.micro_batch, menu_step=0)
-    merged = stretches([third, alike, replace(first, menu_step=0, steps=first.steps + 1)])
+    alike = replace(second, micro_batch=first.micro_batch, again_bytes=0)
+    merged = stretches([third, alike, replace(first, again_bytes=0)])
     assert [len(stretch) for stretch in merged] == [2, 1]
     assert [len(stretch) for stretch in stretches([first, second, third])] == [1, 1, 1]
 

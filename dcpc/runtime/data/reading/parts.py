@@ -240,7 +240,9 @@ def _copied(source: Any) -> Any:
     if not hasattr(source, "__dict__"):
         return copy.copy(source)
     found = object.__new__(type(source))  # copy.copy of a datasets' one has the same __dict__
-    found.__dict__.update({k: dict(v) if type(v) is dict else v for k, v in vars(source).items()})
+    for name, value in vars(source).items():  # what it wraps may keep the state
+        value = dict(value) if type(value) is dict else value
+        found.__dict__[name] = _copied(value) if keeps_state(value) else value
     return found
 
 
