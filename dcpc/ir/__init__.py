@@ -11,6 +11,7 @@ from dcpc.ir.masks import Extent, MaskDecision, MaskPlan, Packable, Recipe, Valu
 from dcpc.ir.placement import (
     PARTIAL,
     REPLICATED,
+    WHOLE_GRADIENT,
     Factor,
     Label,
     NodePlacement,
@@ -24,6 +25,7 @@ __all__ = [
     "OUTSIDE",
     "PARTIAL",
     "REPLICATED",
+    "WHOLE_GRADIENT",
     "BucketPlan",
     "DividedBackward",
     "Extent",

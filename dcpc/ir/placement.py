@@ -53,6 +53,8 @@ class Label:
 
 REPLICATED = Label()
 PARTIAL = Label(partial=True)
+# The name of an alternative in which every rank makes all of a call and needs all of its gradient.
+WHOLE_GRADIENT = "whole gradient"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ class NodePlacement:
     Attributes:
         operands: one label for each tensor operand, in the order of `tensor_operands`.
         output: label of the value that the node computes.
-        name: the factor name of the op's sharding rule, or "ring"; "" when replicated.
+        name: the factor name of the op's sharding rule, "ring" or `WHOLE_GRADIENT`; "" when
+            replicated otherwise.
         across: for ring attention: ranks that share positions, each with some of the heads.
     """
 

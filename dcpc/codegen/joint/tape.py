@@ -8,7 +8,8 @@ call with other symbols has the same piece, renamed, where the answers are the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,11 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.node import map_aggregate
-from torch.utils._python_dispatch import TorchDispatchMode, autograd_would_have_decomposed
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    autograd_would_have_decomposed,
+)
 from torch.utils._pytree import tree_leaves
 
 from dcpc.codegen.joint.asking import Answers, asking
@@ -36,6 +41,7 @@ from dcpc.fx.writes import (
     without_results,
     written,
 )
+from dcpc.ops.own_functions import inside
 
 aten = torch.ops.aten
 
@@ -138,13 +144,18 @@ class Piece:
 
         with asking(mode).noting() as self.asked:
             args, kwargs = map_aggregate((args, dict(kwargs)), operand)
-            with mode, enable_python_dispatcher(), torch.enable_grad(), as_on_gpu(gpu), self._tape:
+            with mode, enable_python_dispatcher(), torch.enable_grad(), self._traced():
                 self._value = call(*args, **kwargs)
         self.ops = self._tape.taken()
         self.result = self._memories.refs(self._value)
         made = tensors_in(self._value)
         self.flows = tuple(self._memories.ref(t) for t in made if t.requires_grad)
         self._derivatives: dict[Any, Derivative] = {}
+
+    @contextmanager
+    def _traced(self) -> Iterator[None]:
+        with as_on_gpu(self._gpu), self._tape, inside(self.call):
+            yield
 
     def derivative(
         self, key: Any, tangents: Mapping[Ref, Tensor], sums: Mapping[int, Tensor]
@@ -173,7 +184,7 @@ class Piece:
             given = [
                 self._memories.root(t, self._mode) for t in (*tangents.values(), *sums.values())
             ]
-            with self._mode, enable_python_dispatcher(), as_on_gpu(self._gpu), self._tape:
+            with self._mode, enable_python_dispatcher(), self._traced():
                 found = torch.autograd.grad(
                     outputs, self._leaves, given, allow_unused=True, retain_graph=True
                 )
@@ -234,6 +245,11 @@ class _Tape(TorchDispatchMode):
         return result
 
     def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if func is aten.lift_fresh.default and _is_number(x := args[0]):  # of `torch.tensor(2.0)`
+            with _disable_current_modes():
+                value = x.item()
+            with self:
+                return aten.scalar_tensor.default(value, dtype=x.dtype, device=x.device)
         if func in PLAIN:
             with self:
                 return PLAIN[func](*args)
@@ -339,12 +355,17 @@ class _Tape(TorchDispatchMode):
             self._renew(self.memories.stale[id(leaf)])
         if id(leaf) in self.memories.of:
             return self.memories.ref(leaf)
-        if leaf.ndim == 0 and not isinstance(leaf, FakeTensor):
-            return leaf.item()  # a number that torch wrapped
+        if _is_number(leaf):
+            return leaf.item()
         raise CodegenError(
             f"{func} reads a tensor of {tuple(leaf.shape)} that is no operand of its call; "
             "expected operands alone; register the constant as a buffer of the model"
         )
+
+
+def _is_number(tensor: Tensor) -> bool:
+    """Whether a tensor is a number that torch wrapped."""
+    return tensor.ndim == 0 and not isinstance(tensor, FakeTensor)
 
 
 def _without_guess(func: Any, args: Any, result: Any) -> Any:

@@ -21,7 +21,7 @@ from dcpc.codegen.lower.local_graph import LocalGraph
 from dcpc.codegen.lower.local_ops import LOCAL
 from dcpc.codegen.lower.output_pieces import returned_label
 from dcpc.fx.graphs import LazyGraphModule, without_unused
-from dcpc.ir import Placement, Program, call_of, is_tuple, tensor_operands
+from dcpc.ir import WHOLE_GRADIENT, Placement, Program, call_of, is_tuple, tensor_operands
 
 MOST_RANKS = 8  # ranks of a group whose sizes are compared
 _Tuples = dict[tuple[str, tuple[fx.Node, ...]], fx.Node]  # by call and operands
@@ -127,7 +127,7 @@ def _lower_call(local: LocalGraph, node: fx.Node, tuples: _Tuples) -> None:
     elif node.target in LOCAL:
         made = LOCAL[node.target](local, node, operands)
     if made is None:  # the same call on this rank's pieces
-        made = local.copy(node, operands)
+        made = _copied(local, node, node, operands)
     local.values[node.name, chosen.output] = made
 
 
@@ -135,8 +135,16 @@ def _item(local: LocalGraph, node: fx.Node, operands: list[fx.Node], tuples: _Tu
     """Emits one of several results; the call is emitted once for equal operands."""
     key = (call_of(node).name, tuple(operands))
     if key not in tuples:
-        tuples[key] = local.copy(call_of(node), operands)
+        tuples[key] = _copied(local, node, call_of(node), operands)
     return local.graph.call_function(operator.getitem, (tuples[key], node.args[1]))
+
+
+def _copied(local: LocalGraph, node: fx.Node, call: fx.Node, operands: list[fx.Node]) -> fx.Node:
+    """Emits a call on this rank's pieces; its backward may need the gradient of all ranks."""
+    made = local.copy(call, operands)
+    if local.placement.nodes[node.name].name == WHOLE_GRADIENT and local.placement.sp > 1:
+        made.kwargs = {**made.kwargs, "group": local.group, "ranks": local.placement.sp}
+    return made
 
 
 def _tag(graph: fx.Graph, name: str) -> None:

@@ -12,7 +12,7 @@ from torch import fx
 from dcpc.buckets import BATCH, Sizes
 from dcpc.commands.check.split import SplitModel
 from dcpc.fx.graphs import source_line
-from dcpc.ir import tensor_operands
+from dcpc.ir import WHOLE_GRADIENT, tensor_operands
 from dcpc.ops.pieces import piece
 
 
@@ -151,7 +151,7 @@ def _unsplit(split: SplitModel) -> Iterable[Unsplit]:
 def _is_whole(split: SplitModel, node: fx.Node) -> bool:
     """Whether every rank does all of a node that works on something that grows."""
     chosen = split.placement.nodes[node.name]
-    if chosen.output.sharded or chosen.output.partial or chosen.name:
+    if chosen.output.sharded or chosen.output.partial or chosen.name not in ("", WHOLE_GRADIENT):
         return False
     return not split.sharding.rules[node.name].is_view and _long(split, node)
 

@@ -21,12 +21,13 @@ from dcpc.fx.torch_api.patched import TorchName
 # torch's own, by which a checkpoint without reentrance keeps what it is given: no gradient goes
 # through it. Some releases have it.
 _KEEPS = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)
-Applied = Callable[[type, tuple[Any, ...]], None]
+# Takes an autograd function, its forward and what that is given; returns forward's result.
+Applied = Callable[[type, Callable[..., Any], tuple[Any, ...]], Any]
 
 
 @contextmanager
 def watching(applied: Applied) -> Iterator[bool]:
-    """Calls `applied` before an autograd function's forward; yields whether torch allows it."""
+    """Calls `applied` for an autograd function's forward; yields whether torch allows it."""
     with ASKED.put(_telling(applied)) as done:
         yield done
 
@@ -66,8 +67,7 @@ def _telling(applied: Applied) -> Callable[[type, str], Any]:
 
 def _announced(cls: type, found: Callable[..., Any], applied: Applied) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        applied(cls, args)
-        return found(*args, **kwargs)
+        return applied(cls, lambda *given: found(*given, **kwargs), args)
 
     return forward
 
@@ -83,10 +83,15 @@ def _asks(name: TorchName) -> str:
             return gradients[0]
 
     seen: list[type] = []
+
+    def noting(cls: type, forward: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        seen.append(cls)
+        return forward(*args)
+
     apply = Probed.apply
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.ones((), device="cpu", requires_grad=True)
-        with name.holding(_telling(lambda cls, args: seen.append(cls))):
+        with name.holding(_telling(noting)):
             apply(x)  # type: ignore[no-untyped-call]
         return "" if seen == [Probed] else "no question for its forward"
 

@@ -16,7 +16,7 @@ all ranks derive the same.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 import sympy
@@ -25,7 +25,9 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from dcpc.ir import TensorInfo, call_of
+from dcpc.ops.own_functions import is_function
 from dcpc.passes.sharding.draws import draw, redraw
+from dcpc.passes.sharding.gradient_trial import adds_up, splits_backward
 from dcpc.passes.sharding.op_trial import (
     ENOUGH_DRAWS,
     Dims,
@@ -52,6 +54,7 @@ class Derived:
         sum: names whose pieces add up.
         linear: how partial sums pass through the op, see `Linear`.
         takes_empty: whether the op accepts empty pieces.
+        adds_up: whether its backward is that of a sum of gradients, see `gradient_trial.py`.
     """
 
     rule: str
@@ -59,6 +62,7 @@ class Derived:
     sum: tuple[str, ...]
     linear: Linear
     takes_empty: bool
+    adds_up: bool = True
 
     def line(self, op: str) -> str:
         """Returns the equivalent line of `sharding_rules.yaml`."""
@@ -126,26 +130,35 @@ class _Derivation:
     def __init__(self, trial: Trial, samples: list[TrialSample]) -> None:
         self.trial, self.samples = trial, samples
         self.operands, self.output = trial.operands, trial.output
+        self.owns_backward = is_function(trial.call.target)
 
     def run(self) -> Derived:
+        def backward(dims: Dims, e: int | None) -> bool:
+            return not self.owns_backward or splits_backward(self.trial, self.samples, dims, e)
+
+        sums = not self.owns_backward or adds_up(self.trial, self.samples)
+        if not sums and self.trial.several:
+            raise NotDerivedError("its backward takes the gradients of its results together")
         free: dict[int, Dims] = {}
         taken: set[tuple[int, int]] = set()
         local = self._local()
         for e in range(len(self.output.shape)):
             for dims in self._choices(local, e, taken):
-                if all(self._joins(sample, dims, e) for sample in self.samples):
+                joins = all(self._joins(sample, dims, e) for sample in self.samples)
+                if joins and backward(dims, e):
                     free[e] = dims
                     taken |= set(dims)
                     break
         summed: list[Dims] = []
         for dims in self._contractions(taken):
-            if not taken & set(dims) and self._adds_up(dims):
+            if not taken & set(dims) and self._adds_up(dims) and backward(dims, None):
                 summed.append(dims)
                 taken |= set(dims)
-        linear = self._linear()
+        linear: Linear = "none" if self.owns_backward else self._linear()
         if not free and not summed:
-            raise NotDerivedError("no dim of its result depends on pieces of its operands alone")
-        return self._written(free, summed, linear)
+            of = "result, forward and backward," if self.owns_backward else "result"
+            raise NotDerivedError(f"no dim of its {of} depends on pieces of its operands alone")
+        return replace(self._written(free, summed, linear), adds_up=sums)
 
     # ----------------------------------------------------------------------------- which dims agree
 

@@ -61,6 +61,8 @@ class Trial:
         operands: tensor operands of the call.
         output: result of the call.
         exact: whether results are compared bit for bit, as the op takes no float64.
+        several: whether the call has several results.
+        result: index of the result that is tried.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Trial:
         _refuse(call)
         self.call, self.result, self.operands, self.output = call, result, operands, output
         self.exact = False
+        self.several = not isinstance(call.meta["val"], Tensor)
         self._calls = 0
         self._leaves, self._tree = tree_flatten((call.args, dict(call.kwargs)))
         nodes = {i: leaf for i, leaf in enumerate(self._leaves) if isinstance(leaf, fx.Node)}
@@ -101,7 +104,7 @@ class Trial:
         """
         for device in self._devices():
             self._device = device
-            for divisor in self._divisors():
+            for divisor in _divisors(self.operands):
                 for exact in (False, True):
                     self.exact = exact
                     found = [self._at_any(seed, divisor) for seed in range(len(LENGTHS))]
@@ -115,14 +118,6 @@ class Trial:
         own = (value if isinstance(value, Tensor) else value[self.result]).device
         cpu = torch.device("cpu")
         return [cpu] if own.type in ("cpu", "meta") or self._indices else [cpu, own]
-
-    def _divisors(self) -> list[int]:
-        """Returns divisors of large constant sizes, 1 included if the sizes are small enough."""
-        sizes = [int(s) for o in self.operands for s in o.shape if s.is_Integer and s > 16]
-        common = gcd(*sizes) if sizes else 1
-        shrunk = [common // keep for keep in (4, 3) if common % keep == 0 and common > keep]
-        largest = max(prod(int(s) if s.is_Integer else 8 for s in o.shape) for o in self.operands)
-        return [1, *shrunk] if largest <= MOST_ELEMENTS else shrunk
 
     def _at_any(self, seed: int, divisor: int) -> list[TrialSample]:
         """Returns the draws at one set of lengths, multiplied if sizes are quotients."""
@@ -173,6 +168,17 @@ class Trial:
 
     def run(self, operands: Sequence[Tensor], sizes: SymbolSizes) -> Tensor | None:
         """Returns the result; None if the op does not accept these operands."""
+        try:
+            with torch.no_grad():
+                value = self.results(operands, sizes)[self.result]
+        except NotDerivedError:
+            raise
+        except Exception:  # any error of a user's op: it does not accept these operands
+            return None
+        return value if isinstance(value, Tensor) else None
+
+    def results(self, operands: Sequence[Tensor], sizes: SymbolSizes) -> Sequence[Any]:
+        """Returns all results of the op, or raises the op's own error."""
         self._calls += 1
         if self._calls > MOST_CALLS:
             raise NotDerivedError(f"it takes more than {MOST_CALLS} calls to tell")
@@ -182,13 +188,8 @@ class Trial:
         for i, x in zip(self._tensors, operands, strict=True):
             leaves[i] = x
         args, kwargs = tree_unflatten(leaves, self._tree)
-        try:
-            with torch.no_grad():
-                value = self.call.target(*args, **kwargs)  # type: ignore[operator]
-                value = value if isinstance(value, Tensor) else value[self.result]
-        except Exception:  # any error of a user's op: it does not accept these operands
-            return None
-        return value if isinstance(value, Tensor) else None
+        value = self.call.target(*args, **kwargs)  # type: ignore[operator]
+        return [value] if isinstance(value, Tensor) else value
 
     def piece(self, sample: TrialSample, dims: Dims, start: int, stop: int) -> Tensor | None:
         """Returns the result of the operands' pieces along some of their dims."""
@@ -219,6 +220,15 @@ def _refuse(call: fx.Node) -> None:
         raise NotDerivedError("it draws random numbers")
     if target._schema.is_mutable:
         raise NotDerivedError("it writes to its input")
+
+
+def _divisors(operands: Sequence[TensorInfo]) -> list[int]:
+    """Returns divisors of large constant sizes, 1 included if the sizes are small enough."""
+    sizes = [int(s) for o in operands for s in o.shape if s.is_Integer and s > 16]
+    common = gcd(*sizes) if sizes else 1
+    shrunk = [common // keep for keep in (4, 3) if common % keep == 0 and common > keep]
+    largest = max(prod(int(s) if s.is_Integer else 8 for s in o.shape) for o in operands)
+    return [1, *shrunk] if largest <= MOST_ELEMENTS else shrunk
 
 
 def _is_number(dtype: torch.dtype) -> bool:

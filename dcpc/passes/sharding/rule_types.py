@@ -91,6 +91,8 @@ class OpSharding:
             them if ranks add up their sums.
         is_view: whether the output is the operand's memory.
         nonempty: names of which every rank needs an element, as kernels refuse empty tensors.
+        whole_gradient: whether backward needs the sum of the ranks' gradients where each rank makes
+            all of the op, as it is not linear, or not known to be.
         reason: reason why everything is replicated, "" if a rule applies.
         deliberate: whether the table itself gives that reason, so that no warning is needed.
     """
@@ -110,6 +112,7 @@ class OpSharding:
     averages: frozenset[str] = frozenset()
     is_view: bool = False
     nonempty: frozenset[str] = frozenset()
+    whole_gradient: bool = False
     reason: str = ""
     deliberate: bool = False
 

@@ -20,6 +20,7 @@ from torch import fx
 
 from dcpc.errors import RuleError, checking_call
 from dcpc.ir import TensorInfo, call_of, tensor_operands
+from dcpc.ops.own_functions import is_function
 from dcpc.passes.sharding.derive import DerivedRules
 from dcpc.passes.sharding.notation import Pattern, bind
 from dcpc.passes.sharding.op_kinds import KINDS, VIEW_KINDS, OpCall, arguments
@@ -180,6 +181,7 @@ def op_sharding(
             sharding = _from_pattern(line, args, operands, output)
     except (NotImplementedError, RuleError) as error:
         return _replicated(operands, output.shape, f"{op}: {error}")
+    sharding = replace(sharding, whole_gradient=is_function(call_node.target))
     return _only_valid(_only_sums(sharding, operands, output))
 
 
@@ -192,16 +194,17 @@ def _derived(
 ) -> OpSharding:
     """Returns the rule derived from the op's results; replicated if none can be derived."""
     reason = f"no sharding rule for {op}"
-    if rules is None:
-        return _replicated(operands, output.shape, reason)
-    found = rules.find(node, op, operands, output)
+    found = "" if rules is None else rules.find(node, op, operands, output)
     if isinstance(found, str):
-        return _replicated(operands, output.shape, f"{reason}, and none was derived: {found}")
+        reason += f", and none was derived: {found}" if found else ""
+        whole = _replicated(operands, output.shape, reason)
+        return replace(whole, whole_gradient=is_function(call_of(node).target))
     fields = {"rule": found.rule, "whole": found.whole, "sum": found.sum, "linear": found.linear}
     line = _line(op, fields | {"multiplies": bool(found.sum)})
     sharding = _from_pattern(line, {}, operands, output)
     if not found.takes_empty:
         sharding = replace(sharding, nonempty=frozenset(sharding.sizes))
+    sharding = replace(sharding, whole_gradient=not found.adds_up)
     return _only_valid(_only_sums(sharding, operands, output))
 
 

@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dcpc.ir import PARTIAL, REPLICATED, Factor, Label, NodePlacement, Program, tensor_operands
+from dcpc.ir import (
+    PARTIAL,
+    REPLICATED,
+    WHOLE_GRADIENT,
+    Factor,
+    Label,
+    NodePlacement,
+    Program,
+    tensor_operands,
+)
 from dcpc.passes.sharding.derive import DerivedRules
 from dcpc.passes.sharding.factors import FactorTable
 from dcpc.passes.sharding.rule_types import OpSharding
@@ -160,7 +169,8 @@ def _alternatives(
             continue
         operands = [n.name for n in tensor_operands(node, program.info)]
         rule = rules[node.name]
-        found = [Alternative((REPLICATED,) * len(operands), REPLICATED, -1)]
+        name = WHOLE_GRADIENT if rule.whole_gradient else ""
+        found = [Alternative((REPLICATED,) * len(operands), REPLICATED, -1, name)]
         tensors = [factors[n] for n in operands]
         known = zip((*tensors, factors[node.name]), (*rule.operands, rule.output), strict=True)
         where = [_positions(table, t, n, names[node.name]) for t, n in known]

@@ -1,12 +1,14 @@
 """Handles gradients that forward defines itself, which a graph of its calls does not contain.
 
-    autograd.Function with a gradient  ->  TraceError: the graph has its forward's calls alone
+    autograd.Function with a gradient  ->  one call, which keeps that backward
     checkpoint(use_reentrant=True)     ->  the call that it wraps: dcpc plans recompute itself
     autograd.grad, no create_graph     ->  its results, detached
     backward, register_hook, grad_fn,
     saved_tensors_hooks                ->  TraceError
 
-A custom op with a registered backward is one call in the graph, and keeps that backward.
+A custom op with a registered backward is one call in the graph, too. A function is first run
+unrecorded, forward and backward: what no graph can say is refused where it is applied, and not
+when its backward is first traced.
 """
 
 from __future__ import annotations
@@ -14,21 +16,31 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from threading import local
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.nn.modules import module as _module
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves
 
-from dcpc.errors import TraceError, running_line
-from dcpc.fx.torch_api.functions import functions_behind, watching
+from dcpc.errors import TraceError, running_line, users_line
+from dcpc.fx.torch_api.functions import functions_behind, watching, within_transform
 from dcpc.fx.torch_api.tracing import CHECKPOINT, ENGINE
+from dcpc.ops.own_functions import OwnFunction, op_of, schema_type
+from dcpc.trace.capture.capturable import Capturable
 
 _GRAD_FN: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
+_THIS = local()  # whether this thread runs a function that is one call already
+_OPS = "a forward and a backward of torch's ops on the tensors that it is given"
 
 
 @contextmanager
@@ -43,7 +55,7 @@ def own_backwards() -> Iterator[Callable[[Iterable[Tensor]], None]]:
         TraceError: forward runs code that a graph cannot express: see the module's docstring.
     """
     with ExitStack() as stack:
-        watched = stack.enter_context(watching(_refuse_function))
+        watched = stack.enter_context(watching(_applied))
         stack.enter_context(CHECKPOINT.replaced(_called))
         stack.enter_context(ENGINE.replaced(_run_by))
         for name in ("register_hook", "register_post_accumulate_grad_hook"):
@@ -121,25 +133,138 @@ def _learn(operands: Iterable[Any]) -> bool:
     return any(isinstance(a, Tensor) and a.requires_grad for a in operands)
 
 
-def _refuse_function(cls: type, operands: tuple[Any, ...]) -> None:
+def _applied(cls: type, forward: Callable[..., Any], given: tuple[Any, ...]) -> Any:
     # Without a mode that writes down calls this is the backward of a call that was written down.
-    if get_proxy_mode() is not None and _learn(operands):
-        raise _of_its_own(cls, running_line())
+    if get_proxy_mode() is None or _runs_within() or not _learn(given):
+        return forward(*given)
+    args = given[isinstance(given[0], FunctionCtx) :]
+    return _as_one_call(cls, args)
+
+
+def _as_one_call(cls: type, args: tuple[Any, ...]) -> Any:
+    """Returns the result of an autograd function; a graph that is captured has one call for it."""
+    leaves, tree = tree_flatten(args)
+    operands = tuple(i for i, leaf in enumerate(leaves) if schema_type(leaf))
+    given = [leaves[i] for i in operands]
+    if within_transform():
+        raise _refused_function(cls, "a call within a transform of torch.func", "one outside of it")
+    device = next(x.device.type for x in given if isinstance(x, Tensor))
+    cast = torch.is_autocast_enabled(device)
+    function = OwnFunction(
+        cls=cls,
+        leaves=tuple(schema_type(leaf) or leaf for leaf in leaves),
+        operands=operands,
+        tree=tree,
+        results=(),
+        casts=(device, torch.get_autocast_dtype(device)) if cast else None,
+        within=Capturable,
+    )
+    with _unseen():
+        result = _tried(function, given)
+        items = list(result) if isinstance(result, tuple) else [result]
+        made = tuple(i for i, item in enumerate(items) if isinstance(item, Tensor))
+        found = op_of(replace(function, results=made))(*given)
+    for i, tensor in zip(made, found if isinstance(found, tuple) else (found,), strict=True):
+        items[i] = tensor
+    return tuple(items) if isinstance(result, tuple) else items[0]
+
+
+def _runs_within() -> bool:
+    """Returns whether an autograd function runs that the graph already has as one call."""
+    return getattr(_THIS, "deep", False)
+
+
+def _refused_function(cls: type, got: str, expected: str, seen: bool = True) -> TraceError:
+    where = running_line() if seen else ""
+    return TraceError(
+        f"forward runs the autograd function {cls.__module__}.{cls.__qualname__}{where}: "
+        f"got {got}; expected {expected}; change the function, or make it a custom op "
+        "(torch.library.custom_op, register_fake, register_autograd), which is never looked into"
+    )
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Hides from the graph what a function does in its block, changes of the grad mode included."""
+    before, _THIS.deep = _runs_within(), True
+    try:
+        with _Alone(), Capturable():
+            yield
+    finally:
+        _THIS.deep = before
+
+
+def _tried(function: OwnFunction, given: Sequence[Any]) -> Any:
+    """Returns a function's result on fake tensors, after its backward has run on them, too."""
+    cls = function.cls
+    with disable_proxy_modes_tracing(), torch.enable_grad():
+        own = [x.detach() if isinstance(x, Tensor) else x for x in given]
+        tensors = [x for x in own if isinstance(x, Tensor)]
+        learning = [y.requires_grad_() for x, y in zip(given, own, strict=True) if _learn([x])]
+        versions = [x._version for x in tensors]
+        failed: Exception | None = None
+        try:
+            with _GivenAlone(cls, tensors):
+                result = function.run(own)
+                if flowing := [y for y in tree_leaves(result) if _learn([y])]:
+                    tangents = [torch.empty_like(y) for y in flowing]
+                    torch.autograd.grad(flowing, learning, tangents, allow_unused=True)
+        except TraceError:
+            raise
+        except Exception as error:
+            result, failed = None, error
+        if [x._version for x in tensors] != versions:
+            raise _refused_function(cls, "a write to a tensor that it is given", _OPS)
+        if failed is not None:
+            said = next(iter(str(failed).splitlines()), "")
+            got = f"{type(failed).__name__}: {said}{users_line(failed)}"
+            raise _refused_function(cls, got, _OPS) from failed
+    return result
+
+
+class _Alone(TorchFunctionMode):
+    """Keeps calls from the modes that were entered before, such as the one that captures."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
+
+
+class _GivenAlone(TorchDispatchMode):
+    """Refuses a read of a tensor that a function neither is given nor makes."""
+
+    def __init__(self, cls: type, given: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cls = cls
+        self._known = {id(x): x for x in given}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _refused_function(self._cls, f"random numbers ({func})", "none but those given")
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise _refused_function(self._cls, "a read of a value, as by .item()", _OPS)
+        for x in tree_leaves((args, kwargs)):
+            given = id(x) in self._known or not isinstance(x, Tensor)
+            if not given and (x.ndim or isinstance(x, FakeTensor)):
+                got = f"a read of a tensor {list(x.shape)} that is no argument of its apply"
+                raise _refused_function(self._cls, got, _OPS)
+        result = func(*args, **(kwargs or {}))
+        self._known |= {id(x): x for x in tree_leaves(result) if isinstance(x, Tensor)}
+        return result
 
 
 def _refuse_functions(tensors: Iterable[Tensor]) -> None:
     for cls in functions_behind(tensors):
-        raise _of_its_own(cls, "")
-
-
-def _of_its_own(cls: type, where: str) -> TraceError:
-    return TraceError(
-        f"forward runs the autograd function {cls.__module__}.{cls.__qualname__}{where}: "
-        "got a backward of its own; expected calls whose derivative torch knows: a captured "
-        "graph has the calls of its forward, and would have their gradient; make it a custom "
-        "op (torch.library.custom_op, register_fake, register_autograd), or write it with "
-        "detach(): `x + (x.round() - x).detach()`"
-    )
+        raise _refused_function(
+            cls,
+            "a backward of its own, in a release of torch where dcpc cannot see it",
+            "calls whose derivative torch knows",
+            seen=False,
+        )
 
 
 def _run_by(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -414,7 +414,7 @@ class Paths:
         wrong: list[str] = []
         try:
             symbols = _symbols_at(self._raw.graph, values)
-            with _exporting(), mode, self._casting(), graph:
+            with _exporting(), mode, self._casting(), Capturable(), graph:
                 ran = _Graph(self._raw, symbols, wrong)
                 got = ran.run(*(values[n] for n in names))
         except NotImplementedError as error:  # a kernel that fake tensors have none of

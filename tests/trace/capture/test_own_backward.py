@@ -104,6 +104,8 @@ def errors(model):
     "function",
     [
         without_grad,
+        lambda m, x: kept_apply(x),
+        lambda m, x: checkpoint(kept_apply, x, use_reentrant=False),
         lambda m, x: x + (x.round() - x).detach(),
         lambda m, x: x + checkpoint(lambda y: torch.tanh(m.b(y)), x, use_reentrant=True),
         lambda m, x: x + checkpoint(lambda y: torch.tanh(m.b(y)), x, use_reentrant=False),
@@ -116,6 +118,8 @@ def errors(model):
     ],
     ids=[
         "no_grad",
+        "function",
+        "checkpointed",
         "detach",
         "reentrant",
         "checkpoint",
@@ -134,15 +138,12 @@ def test_gradient_is_the_plain_models_where_forward_says_something_of_it(functio
 @pytest.mark.parametrize(
     ("function", "pattern"),
     [
-        (lambda m, x: Rounded.apply(x), r"Rounded at .*test_own_backward.py:\d+.*expected.*detach"),
-        (lambda m, x: kept_apply(x), r"Rounded at .*custom_op"),
-        (lambda m, x: checkpoint(kept_apply, x, use_reentrant=False), r"Rounded at "),
         (hooked, r"calls register_hook on a tensor at .*y.register_hook"),
         (lambda m, x: (x.grad_fn.register_hook(print), x)[1], r"reads grad_fn"),
         (packed, r"enters saved_tensors_hooks"),
         (lambda m, x: (x.sum().backward(), x)[1], r"runs backward\(\) at "),
     ],
-    ids=["function", "alias", "checkpointed", "hook", "node", "packed", "backward"],
+    ids=["hook", "node", "packed", "backward"],
 )
 def test_gradient_that_no_graph_says_is_refused(function, pattern):
     with pytest.raises(dcpc.TraceError, match=pattern):
@@ -157,10 +158,10 @@ def test_full_backward_hook_is_refused():
 
 
 def test_trace_within_no_grad_knows_what_has_a_gradient():
-    with torch.no_grad(), pytest.raises(dcpc.TraceError, match="Rounded at "):
-        trace(Between(lambda m, x: kept_apply(x)), BUCKETS)
     with torch.no_grad():
+        applied = trace(Between(lambda m, x: kept_apply(x)), BUCKETS)
         program = trace(Between(without_grad), BUCKETS)
+    assert any("Rounded" in str(n.target) for n in applied.gm.graph.nodes)
     assert any(n.target is torch.ops.aten.detach.default for n in program.gm.graph.nodes)
 
 
