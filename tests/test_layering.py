@@ -68,7 +68,8 @@ TABLE = {
         "canonical": "",
         "formulas": "",
         "tables": "",
-        "capture": "canonical formulas loss tables",
+        "statistics": "",
+        "capture": "canonical formulas loss tables statistics",
         "__init__": "capture",
     },
     "dcpc.passes": {

@@ -26,6 +26,7 @@ from dcpc.runtime.data.steps import MicroBatch, Step
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.store import ParameterStore
 from dcpc.runtime.planner.plans import PlannedMicroBatch, Setting
+from dcpc.runtime.step.averages import RunningAverages
 from dcpc.runtime.step.stats import Stats
 from dcpc.runtime.values import out_of_range
 from dcpc.trace import autocast_dtype, casting
@@ -56,6 +57,7 @@ class Dispatch:
         groups: Groups,
         seeds: Seeds,
         store: ParameterStore,
+        averages: RunningAverages,
         unpad: bool | str = False,
     ) -> None:
         """Binds the aligned blocks of ranks.
@@ -66,6 +68,7 @@ class Dispatch:
             groups: the process groups.
             seeds: seeds of all random numbers.
             store: store of the parameters.
+            averages: running statistics that micro-batches change.
             unpad: which calls run without padding, as for `Unpadding`.
         """
         self.store = store
@@ -81,6 +84,7 @@ class Dispatch:
         self._planned = planned
         self._groups = groups
         self._seeds = seeds
+        self._averages = averages
         ranges = {id(v): value_ranges(v.traced.program) for v in planned.traces}
         self.value_ranges = {b: ranges[id(v)] for b, v in planned.by_bucket.items()}
         self.lengths = TraceLengths(planned)
@@ -356,7 +360,13 @@ class Dispatch:
         if seed is None:
             seed = self._seeds.of_call(variant.sp) if variant.draws else 0
         found = variant.outputs([named[p] for p in variant.placeholders], integers, seed)
-        return (found[0], *self._pieces(bucket, sizes, setting, place, found[1:]))
+        program = traced.program
+        if program.statistics:
+            held, new = traced.tensors(), found[len(program.results) :]
+            own_samples = sizes.get(BATCH, 1) / setting.sp
+            self._averages.take([held[p] for p in program.statistics], new, own_samples)
+        results = found[1 : len(program.results)]
+        return (found[0], *self._pieces(bucket, sizes, setting, place, results))
 
     def _pieces(
         self,
@@ -373,7 +383,7 @@ class Dispatch:
             return
         placement = self.placement(bucket, sizes, setting)
         dims = program.dims(sizes)
-        for name, x in zip(program.outputs[1:], outputs, strict=True):
+        for name, x in zip(program.results[1:], outputs, strict=True):
             at = output_place(program, placement, name, dims, place)
             if at is None:
                 yield OutputPiece(x)

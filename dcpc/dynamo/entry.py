@@ -30,10 +30,10 @@ def backend(
         gm: graph module from Dynamo.
         examples: arguments of the first call.
         options: options of `dcpc.compile` except `group` (`sp` and `parameters` are for one rank:
-            Dynamo sees one); `buckets`, a `dcpc.Buckets` of forward's arguments, for whose sizes
-            recompute is planned, by default the first call's and the largest that `mark_dynamic`
-            allows; `fallback`, the compiler for a graph that dcpc refuses: "inductor" (the default,
-            with a warning that says why), "eager" or "error".
+            Dynamo sees one) and `batch_norm`; `buckets`, a `dcpc.Buckets` of forward's arguments,
+            for whose sizes recompute is planned, by default the first call's and the largest that
+            `mark_dynamic` allows; `fallback`, the compiler of a graph that dcpc refuses: "inductor"
+            (the default, with a warning that says why), "eager" or "error".
 
     Raises:
         DcpcError: the graph is refused, with `fallback="error"`.
@@ -43,7 +43,9 @@ def backend(
     given = dict(options or {})
     fallback, buckets = given.pop("fallback", "inductor"), given.pop("buckets", None)
     check_choice("torch.compile(backend='dcpc'): got fallback", fallback, FALLBACKS)
-    known = {*CompileOptions.__dataclass_fields__} - {"group", "sp", "parameters", "pipeline"}
+    known = {*CompileOptions.__dataclass_fields__} - {
+        *("group", "sp", "parameters", "pipeline", "batch_norm"),
+    }
     if unknown := sorted(given.keys() - known):
         raise PlanError(
             f"torch.compile(backend='dcpc'): got options {', '.join(unknown)}; expected some of "

@@ -67,6 +67,7 @@ class Program:
         assumptions: relations between dims that the trace relied on; the graph was verified to be
             right at every bucket.
         least: dim name -> shortest length for which the graph was traced.
+        statistics: placeholders of the buffers of which the last outputs are the new values.
     """
 
     gm: fx.GraphModule
@@ -86,6 +87,7 @@ class Program:
     pieces: bool = False
     assumptions: tuple[sympy.Basic, ...] = ()
     least: Mapping[str, int] = field(default_factory=dict)
+    statistics: tuple[str, ...] = ()
 
     @property
     def sizes(self) -> set[sympy.Expr]:
@@ -95,7 +97,13 @@ class Program:
     @property
     def whole_outputs(self) -> tuple[str, ...]:
         """Names of the outputs that each rank returns whole."""
-        return self.outputs[:1] if self.pieces else self.outputs
+        split = self.results[1:] if self.pieces else ()
+        return tuple(n for n in self.outputs if n not in split)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Names of the outputs that a caller gets: all but new statistics."""
+        return self.outputs[: len(self.outputs) - len(self.statistics)]
 
     @property
     def loss(self) -> str:

@@ -216,7 +216,9 @@ def fold(program: Program, fewest: int = FEWEST) -> Folded | None:
     """
     calls = [n for n in program.gm.graph.nodes if n.op == "call_function"]
     position = {n: i for i, n in enumerate(calls)}
-    last_read = [max((position.get(u, len(calls)) for u in n.users), default=0) for n in calls]
+    last_read = [
+        max((position.get(u, len(calls)) for u in _readers(n, program)), default=0) for n in calls
+    ]
     blocks = []
     for run in repeated_runs([_kind(n, program) for n in calls]):
         first = aligned(run, last_read)
@@ -267,8 +269,14 @@ def _alike(copies: Sequence[Sequence[fx.Node]], program: Program) -> bool:
         user in where and where[user][0] - c in (0, 1)
         for c, nodes in enumerate(copies[1:last], 1)
         for n in nodes
-        for user in n.users
+        for user in _readers(n, program)
     )
+
+
+def _readers(node: fx.Node, program: Program) -> list[fx.Node]:
+    """Returns the users of a value; of a new statistic that a block makes none."""
+    own = program.outputs[len(program.results) :]
+    return [u for u in node.users if u.op != "output" or node.name not in own]
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
@@ -319,12 +327,12 @@ def _without(program: Program, blocks: Sequence[Sequence[Sequence[fx.Node]]]) ->
     for node in program.gm.graph.nodes:
         if node in instead:
             continue
-        args, kwargs = fx.node.map_arg(
-            (node.args, dict(node.kwargs)), lambda n: made[instead.get(n, n)]
-        )
         if node.op == "output":
-            graph.output(args[0])
+            graph.output(tuple(made[n] for n in node.args[0] if n in made))
         else:
+            args, kwargs = fx.node.map_arg(
+                (node.args, dict(node.kwargs)), lambda n: made[instead.get(n, n)]
+            )
             made[node] = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
             made[node].meta = dict(node.meta)
     graph.lint()
@@ -337,6 +345,8 @@ def _without(program: Program, blocks: Sequence[Sequence[Sequence[fx.Node]]]) ->
         constants=_kept(program.constants, kept),
         info=_kept(program.info, kept),
         scalars=_kept(program.scalars, kept),
+        outputs=tuple(n for n in program.outputs if n in kept),
+        statistics=tuple(n for n in program.statistics if n in kept),
         zero_gradients=frozenset(program.zero_gradients & kept),
         graph_hash=f"{program.graph_hash} folded",
     )

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,32 @@ from torch import Tensor, nn
 from dcpc.errors import TraceError
 
 Loss = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroStatistics:
+    """A model's `loss=` that also asks for what its batch norms in train() have made of a call.
+
+    Attributes:
+        loss: loss function of the user; None: forward returns the loss.
+    """
+
+    loss: Loss | None
+    returns_statistics: ClassVar[bool] = True
+
+    def __call__(self, outputs: Any, **inputs: Tensor) -> Any:
+        """Returns the loss, as the user's function does."""
+        return outputs if self.loss is None else self.loss(outputs, **inputs)
+
+
+def returns_statistics(loss: Loss | None) -> bool:
+    """Whether the graphs of a model with this loss return new running statistics, too."""
+    return getattr(loss, "returns_statistics", False)
+
+
+def own_loss(loss: Loss | None) -> Loss | None:
+    """Returns the user's loss function in a `MicroStatistics`; others as they are."""
+    return loss.loss if isinstance(loss, MicroStatistics) else loss
 
 
 def returned(model: nn.Module, inputs: Mapping[str, Any], loss: Loss | None = None) -> Any:
@@ -33,6 +59,7 @@ def returned(model: nn.Module, inputs: Mapping[str, Any], loss: Loss | None = No
     Raises:
         TraceError: the result of `loss` holds no floating scalar.
     """
+    loss = own_loss(loss)
     if loss is None:
         return model(**inputs)
     outputs = model(**_taken(model.forward, inputs))
@@ -78,6 +105,7 @@ def check_names(model: nn.Module, names: Collection[str], loss: Loss | None) -> 
     Raises:
         TraceError: an input is not taken, or an argument of `loss` without a default is missing.
     """
+    loss = own_loss(loss)
     if loss is None:
         return
     inputs = dict.fromkeys(names)
@@ -108,6 +136,7 @@ def by_position(model: nn.Module, names: Collection[str]) -> list[str]:
 
 def modules_in(loss: Loss | None) -> list[nn.Module]:
     """Returns the modules that a loss is, closes over or reads as globals, such as a teacher."""
+    loss = own_loss(loss)
     found: list[nn.Module] = []
     todo: list[Any] = [loss]
     seen: set[int] = set()

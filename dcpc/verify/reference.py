@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dcpc.trace import casting
 from dcpc.trace.capture.module_state import holding, untouched
-from dcpc.trace.loss import Loss, find_outputs, one_number, returned
+from dcpc.trace.loss import Loss, find_outputs, one_number, returned, returns_statistics
+from dcpc.trace.statistics import new_statistics, running_names
 from dcpc.verify.draws import KnownDraws
 from dcpc.verify.exactness import Gaps, LossAndGradients, gaps_of
 from dcpc.verify.float64 import float64_throughout
@@ -86,7 +87,8 @@ def state(
 
     Args:
         model: model of the user; not changed.
-        wide: whether they are copies in float64; else they share the model's memory.
+        wide: whether they are copies in float64; else they share the model's memory, but for
+            running statistics, to which forward may write.
         wanted: names of the parameters whose gradients are compared.
         device: device of the drawn values of parameters of which this rank has rows alone.
     """
@@ -94,7 +96,8 @@ def state(
         n: widened(valued(n, p.detach(), device), wide).detach().requires_grad_(n in wanted)
         for n, p in model.named_parameters()
     }
-    return parameters, {n: widened(b.detach(), wide) for n, b in model.named_buffers()}
+    buffers = {n: widened(b.detach(), wide) for n, b in model.named_buffers()}
+    return parameters, buffers | {n: buffers[n].clone() for n in running_names(model)}
 
 
 def trainable(model: nn.Module) -> tuple[str, ...]:
@@ -144,7 +147,7 @@ def plain(
         KnownDraws(alike) as draws,
     ):
         with float64_throughout() if wide else casting(device.type, autocast):
-            value = one_number(find_outputs(returned(model, given, loss)))
+            value = one_number(_outputs(model, given, loss))
         if not value.isfinite().all():  # nothing is compared with it
             return LossAndGradients(value.detach(), {}, draws.drew)
         with casting(device.type, None), RightKernels() as kernels:
@@ -152,6 +155,13 @@ def plain(
             found = gradients_of(value, [leaves[n] for n in wanted])
     gradients = dict(zip(wanted, found, strict=True))
     return LossAndGradients(value.detach(), gradients, draws.drew, frozenset(kernels.misread))
+
+
+def _outputs(
+    model: nn.Module, given: Mapping[str, Tensor], loss: Loss | None
+) -> tuple[Tensor, ...]:
+    found = find_outputs(returned(model, given, loss))
+    return (*found, *new_statistics(model)) if returns_statistics(loss) else found
 
 
 class Nudged(TorchDispatchMode):

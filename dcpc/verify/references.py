@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dcpc.buckets import BATCH, Buckets
 from dcpc.plan.planning import Planned
 from dcpc.plan.traced import Traced
+from dcpc.trace.statistics import settled
 from dcpc.verify.exactness import LossAndGradients, gaps_of
 from dcpc.verify.inputs import KINDS, draw, lowest
 from dcpc.verify.points import Budget, Point, points
@@ -157,9 +158,20 @@ class References:
         return Reference(Point(sizes), inputs, self._plain(inputs, False, alike), False, alike)
 
     def padded(
-        self, traced: Traced, names: Sequence[str], pad: Mapping[str, int | float]
+        self,
+        traced: Traced,
+        names: Sequence[str],
+        pad: Mapping[str, int | float],
+        norms: bool = False,
     ) -> Asked | str:
         """Returns the plain model's loss at small lengths, and where these are padded to twice.
+
+        Args:
+            traced: trace to draw inputs for.
+            names: names of the dims that are padded.
+            pad: value that fills up each input.
+            norms: whether batch norms in train() are asked as they are, their new running
+                statistics beside the loss; else they use those that they have.
 
         Returns:
             The lengths and both losses; or why the model computes none.
@@ -171,7 +183,10 @@ class References:
             return [short, {n: _filled(x, specs[n].shape(longer), pad.get(n, 0))
                             for n, x in short.items()}]  # fmt: skip
 
-        return self._asked(traced, KINDS, {}, cases)
+        if norms:
+            return self._asked(traced, KINDS, {}, cases)
+        with settled(self.model):
+            return self._asked(traced, KINDS, {}, cases)
 
     def halves(self, traced: Traced, pad: Mapping[str, int | float]) -> Asked | str:
         """Returns the plain model's losses of a few samples together, and of each half of them.
@@ -199,7 +214,8 @@ class References:
             return [whole, *({n: parts[n][i] for n in whole} for i in (0, 1))]
 
         # Without ignored labels, but those that padding has: the user's data may have none.
-        return self._asked(traced, KINDS[::-1], {BATCH: SAMPLES}, cases)
+        with settled(self.model):
+            return self._asked(traced, KINDS[::-1], {BATCH: SAMPLES}, cases)
 
     def packed(self, traced: Traced, cases: Callable[[Inputs], list[Inputs]]) -> Asked | str:
         """Returns the plain model's losses of two rows of several sequences, and of each sequence.
@@ -207,7 +223,8 @@ class References:
         Returns:
             The lengths, the losses and their inputs; or why the model computes none.
         """
-        return self._asked(traced, KINDS[::-1], {BATCH: 2}, lambda rows, _: cases(rows))
+        with settled(self.model):
+            return self._asked(traced, KINDS[::-1], {BATCH: 2}, lambda rows, _: cases(rows))
 
     def _asked(
         self,

@@ -23,6 +23,7 @@ from dcpc.ir import Partition, Placement
 from dcpc.plan.planning import Planned
 from dcpc.plan.runnable import RewrittenCall, Runnable
 from dcpc.plan.traced import Traced
+from dcpc.trace.statistics import running_names
 from dcpc.verify.compare import Make
 from dcpc.verify.comparisons import Comparisons
 from dcpc.verify.inputs import counts, lowest
@@ -32,6 +33,12 @@ from dcpc.verify.references import LEAST_S, Inputs, References
 # What "auto" has begun when this share of what compiling took before is spent ends within a tenth
 # of it, or within `LEAST_S`.
 SHARE = 0.07
+
+_PACKED_NORMS = (
+    "packing= and batch norms in train() ({}), whose statistics are over all sequences of a "
+    "micro-batch's rows and what fills these up; expected norms of a sequence; take GroupNorm or "
+    "LayerNorm, or call eval() on these; a loss of such rows"
+)
 
 
 def _longest(buckets: Buckets) -> int:
@@ -230,7 +237,8 @@ class Verifier:
         mean = _mean([loss for _, loss in alone], [weight for weight, _ in alone])
         apart = found.apart(whole, mean)
         if abs(of_rows - total) <= 1e-6 * total and not apart:
-            return ""
+            norms = running_names(self.model, training=True)
+            return f"got {_PACKED_NORMS.format(', '.join(norms[:2]))}" if norms else ""
         return (
             f"got a loss of {whole:g} and a weight of {of_rows:g} of two drawn packed rows at "
             f"{found.point}, and a mean of {mean:g} and a weight of {total:g} of their sequences, "
@@ -252,13 +260,28 @@ class Verifier:
         short, filled = found.losses
         apart = found.apart(short, filled)
         if not apart:
-            return ""
+            return self._of_norms(traced, names, pad)
         return (
             f"got pad={dict(pad)}, which changes the loss of drawn samples at {found.point} from "
             f"{short:g} to {filled:g} where {', '.join(names)} is padded to twice that (relative "
             f"difference {apart:.1e}); expected values that the model and its loss ignore (a mask "
             "of 0, -100 for labels), so that a sample's loss is the same in all buckets; pass "
             "these, or leave pad= out for samples of the buckets' own lengths; a loss that changes"
+        )
+
+    def _of_norms(
+        self, traced: Traced, names: Sequence[str], pad: Mapping[str, int | float]
+    ) -> str:
+        norms = running_names(self.model, training=True)
+        found = self.references.padded(traced, names, pad, norms=True) if norms and names else ""
+        if isinstance(found, str) or not found.apart(*found.losses):
+            return ""
+        return (
+            f"got pad={dict(pad)} and batch norms in train() ({', '.join(norms[:2])}), whose "
+            "statistics are over padding, too, where samples of several lengths share a "
+            "micro-batch, as in the plain model on a padded batch; expected samples without "
+            "padding; leave pad= out where each has its bucket's length, or call eval() on these "
+            "norms; a model that counts padding"
         )
 
     def built(

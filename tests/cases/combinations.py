@@ -379,6 +379,10 @@ def page() -> str:
         "rank: `group=`, `sp=`,",
         "`parameters=` and `pipeline=` share work out and are refused there by name.",
         "",
+        '`batch_norm="micro"` runs beside all but `pipeline=`: a stage begins its next '
+        "micro-batches before the statistics of one have",
+        "come back from the last stage (`tests/test_batch_norm.py`).",
+        "",
     ]
     return "\n".join(lines)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,8 +66,27 @@ def classifier(name: str, pixels: int, **fields: Any) -> ZooModel:
     )
 
 
-def _conformer() -> nn.Module:
-    """A Conformer whose convolutions are normed in groups, in the place of batch norms."""
+class Norming(nn.Module):
+    """A model whose batch norms stay in train(), whatever the rest of it does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def train(self, mode: bool = True) -> Norming:
+        """Changes the mode of all but batch norms."""
+        super().train(mode)
+        for module in self.modules():
+            module.training |= isinstance(module, nn.BatchNorm1d)
+        return self
+
+    def forward(self, **inputs: Tensor) -> Any:
+        """Returns what the model does."""
+        return self.model(**inputs)
+
+
+def _conformer(groups: bool) -> nn.Module:
+    """A Conformer whose convolutions are normed by micro-batch, or in groups instead."""
     config = transformers.Wav2Vec2ConformerConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
         conv_dim=(16, 16), conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2,
@@ -76,18 +96,24 @@ def _conformer() -> nn.Module:
         activation_dropout=0.0, position_embeddings_type="relative",
     )  # fmt: skip
     model = transformers.Wav2Vec2ConformerModel(config)
+    if not groups:
+        return Norming(SumOfSquares(model))
     for module in model.modules():
         if isinstance(getattr(module, "batch_norm", None), nn.BatchNorm1d):
             module.batch_norm = nn.GroupNorm(4, 32)
     return SumOfSquares(model)
 
 
-CONFORMER = ZooModel(
-    float64(_conformer),
-    {"input_values": "float64[batch, samples]"},
-    ({"batch": 1, "samples": 333}, {"batch": 1, "samples": 401}),
-    {"batch": 1, "samples": 640},
-)
+def _audio(groups: bool) -> ZooModel:
+    return ZooModel(
+        float64(partial(_conformer, groups)),
+        {"input_values": "float64[batch, samples]"},
+        ({"batch": 1, "samples": 333}, {"batch": 1, "samples": 401}),
+        {"batch": 1, "samples": 640},
+    )
+
+
+CONFORMER = _audio(groups=True)
 TIMM: dict[str, ZooModel] = {
     "XCiT": classifier("xcit_nano_12_p16_224", 48, depth=2, img_size=48, embed_dim=32, num_heads=4),
     "CoAtNet": classifier("coatnet_pico_rw_224", 64, img_size=64),
@@ -96,6 +122,7 @@ TIMM: dict[str, ZooModel] = {
 }
 LEFT_OUT = () if importlib.util.find_spec("timm") else tuple(TIMM)
 HYBRIDS = {
+    "Conformer": _audio(groups=False),
     "Conformer with group norms": CONFORMER,
     **{name: model for name, model in TIMM.items() if name not in LEFT_OUT},
 }

@@ -21,6 +21,7 @@ from dcpc.plan.studies import Study
 from dcpc.plan.traced import group_name, traced
 from dcpc.symbolic_profile import Device
 from dcpc.symbolic_profile.seconds.hardware import Link
+from dcpc.trace.loss import MicroStatistics
 from dcpc.verify.compare import Given
 from dcpc.verify.exactness import Difference, LossAndGradients, error_of
 from dcpc.verify.reference import plain, trainable
@@ -68,7 +69,8 @@ class SplitModel:
         self.model = model
         self.sp = sp or (dist.get_world_size() if dist.is_initialized() else 1)
         start_s = time.perf_counter()
-        self._all = traced(model, buckets, SPLITTING, backend)
+        norms = MicroStatistics(None)  # batch norms that stay in train()
+        self._all = traced(model, buckets, SPLITTING, backend, loss=norms)
         self.trace_s = time.perf_counter() - start_s
         self.program: Program = self._all.program
         self.nodes = {n.name: n for n in self.program.gm.graph.nodes}

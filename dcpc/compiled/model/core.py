@@ -24,6 +24,9 @@ from dcpc.runtime.parameters.modes import shared_out, store_of
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
 from dcpc.runtime.parameters.store import ParameterStore, WholeStore
 from dcpc.runtime.planner.speeds import LearnedSpeeds
+from dcpc.runtime.step.averages import RunningAverages
+from dcpc.trace.loss import returns_statistics
+from dcpc.trace.statistics import running_names
 from dcpc.verify import Verifier
 
 
@@ -41,6 +44,7 @@ class ModelCore:
         tables: settings of each bucket that plans choose from.
         unmade: whether the model is on the meta device, until `dcpc.materialize`.
         store: store of the parameters; empty while the model is unmade.
+        averages: running statistics of batch norms that train.
         comm_bucket_bytes: bytes of gradients that are sent at once.
         calls: number of calls by hand, by which ranks that meet know which one they are in.
     """
@@ -73,10 +77,12 @@ class ModelCore:
             self.store.install(model)
         self.seeds = Seeds(base_seed, groups)
         self.tighter = TighterPlans(planned, self.plans, tables, groups)
-        self.dispatch = Dispatch(buckets, planned, groups, self.seeds, self.store, unpad)
+        names = running_names(model) if returns_statistics(planned.loss) else ()
+        self.averages = averages = RunningAverages(model, names, groups)
+        self.dispatch = Dispatch(buckets, planned, groups, self.seeds, self.store, averages, unpad)
 
         def make(mine: Buckets, found: Planned) -> Dispatch:
-            dispatch = Dispatch(mine, found, groups, self.seeds, self.store, unpad)
+            dispatch = Dispatch(mine, found, groups, self.seeds, self.store, averages, unpad)
             dispatch.stats = self.dispatch.stats
             return dispatch
 

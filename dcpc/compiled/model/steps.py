@@ -178,9 +178,11 @@ class ModelRuns:
 
         def attempt(step: Step) -> StepResult:
             execution, own, kept = self.execution.of_step(step, edition, state)
-            result = train_step(
-                execution, step, clip=clip, nonfinite=nonfinite, state=own, every=every
-            )
+            with core.averages.of_step() as put_back:
+                result = train_step(
+                    execution, step, clip=clip, nonfinite=nonfinite, state=own, every=every
+                )
+                put_back += [True] * result.skipped
             return result if kept is None else replace(result, outputs=kept.of(step))
 
         what = f"train_step, step {step.index} of epoch {step.epoch}"
@@ -241,8 +243,9 @@ class ModelRuns:
         core = self.core
         core.refuse_unmade("reduce_gradients")
         self.execution.refuse_by_hand("reduce_gradients")
-        state = core.agreed.of_step(None)
         with core.groups.watch.section("reduce_gradients"):
+            core.averages.average()  # before they are compared
+            state = core.agreed.of_step(None)
             reduce_gradients(core.model.parameters(), core.groups, state)
 
     def clip_grad_norm_(self, max_norm: float) -> float:

@@ -31,7 +31,7 @@ def refusing_gradients(
     nodes = {n.name: n for n in program.gm.graph.nodes}
     anchor = torch.zeros((), requires_grad=True)
     found = [tensors[0]]
-    for name, x in zip(program.outputs[1:], tensors[1:], strict=True):
+    for name, x in zip(program.results[1:], tensors[1:], strict=True):
         sources = nodes[name].all_input_nodes  # the node detaches what forward returned
         learns = any(n.name in program.info and program.info[n.name].requires_grad for n in sources)
         if not learns:

@@ -90,7 +90,7 @@ class OutputSettings:
         """Returns the bytes of a micro-batch's outputs besides its loss."""
         program = self._planned.by_bucket[mb.bucket].traced.program
         dims = program.dims({**mb.shape.sizes, BATCH: mb.batch})
-        whole = {n: int(program.info[n].size_bytes.subs(dims)) for n in program.outputs[1:]}
+        whole = {n: int(program.info[n].size_bytes.subs(dims)) for n in program.results[1:]}
         if not program.pieces or mb.sp == 1:
             return sum(whole.values())
         sizes, setting = {**mb.bucket.sizes, BATCH: mb.batch}, self._dispatch.setting_of(mb)

@@ -12,7 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dcpc.codegen.lower.output_pieces import OutputPiece
 from dcpc.errors import DispatchError, TraceError
-from dcpc.trace.loss import AllOutputs, Loss, find_loss, returned
+from dcpc.trace.loss import AllOutputs, Loss, find_loss, returned, returns_statistics
 
 # What a leaf of the outputs is: what is the same in each call, a tensor, the loss itself, a number.
 CONSTANT, TENSOR, LOSS, NUMBER = range(4)
@@ -55,6 +55,7 @@ class WithOutputs:
         self.kind = kind
         self._forward = type(model).__name__
         self._loss = loss
+        self.returns_statistics = returns_statistics(loss)
         self._known: tuple[TreeSpec, list[Any]] | None = None
 
     def __call__(self, outputs: Any, **inputs: Tensor) -> AllOutputs:

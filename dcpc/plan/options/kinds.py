@@ -41,7 +41,8 @@ from dcpc.plan.options.values import (
 )
 from dcpc.symbolic_profile import DEVICES, Calibration, Device, OptimizerLike
 from dcpc.trace import checked_dtype
-from dcpc.trace.loss import Loss, check_loss
+from dcpc.trace.loss import Loss, MicroStatistics, check_loss, returns_statistics
+from dcpc.trace.statistics import BATCH_NORM, MICRO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +158,13 @@ class ModelOptions:
         default="what forward returns",
         check=check_loss,
     )
+    batch_norm: str = declare(
+        "refuse",
+        'batch norms in train(): `"refuse"`, or `"micro"`: by the statistics of the micro-batch '
+        "that a group runs; running statistics are averaged over the ranks each step",
+        check=one_of("batch_norm", BATCH_NORM),
+        command=CommandOption(str, choices=BATCH_NORM),
+    )
 
     def __post_init__(self) -> None:
         """Checks every value."""
@@ -164,6 +172,8 @@ class ModelOptions:
             check = facts(option).check
             if check is not None:
                 check(getattr(self, option.name))
+        if self.batch_norm == MICRO and not returns_statistics(self.loss):
+            object.__setattr__(self, "loss", MicroStatistics(self.loss))
         if self.optimizer is not None and self.optimizer_bytes is not None:
             raise PlanError(
                 "got optimizer= and optimizer_bytes=; expected one of them: what the optimizer's "

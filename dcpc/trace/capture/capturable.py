@@ -17,6 +17,7 @@
     gru_cell and its kin              ->  under autocast: their parts, which it casts, not the whole
     repeat_interleave's output_size   ->  without, where it is right: torch 2.11 fixes the length
     cross_entropy of probabilities    ->  plain ops where torch fixes the number of rows (2.11)
+    batch_norm in training            ->  its running statistics by plain ops: `statistics.py`
     embedding of ids that are floats  ->  an error on torch 2.11, too
     embedding with sparse=True        ->  without: its gradient is the same, and dense
     einsum, inner, tensordot          ->  under autocast: of its dtype, to which it casts within
@@ -49,6 +50,7 @@ from dcpc.trace.formulas.lookups import LOOKUPS
 from dcpc.trace.formulas.made_of_sizes import FORMULAS
 from dcpc.trace.formulas.soft_targets import soft_targets
 from dcpc.trace.formulas.under_autocast import apart, einsum, in_float32, product
+from dcpc.trace.statistics import batch_norm
 
 aten = torch.ops.aten
 
@@ -331,6 +333,7 @@ _INSTEAD: Mapping[Any, Callable[..., Any]] = {
     F.hinge_embedding_loss: in_float32(F.hinge_embedding_loss, _hinge_embedding),
     F.multilabel_margin_loss: in_float32(F.multilabel_margin_loss, _multilabel_margin),
     torch._C._nn.multilabel_margin_loss: _multilabel_margin_of,
+    F.batch_norm: batch_norm,
     torch.take_along_dim: _take_along,
     Tensor.take_along_dim: _take_along,
     F.cross_entropy: in_float32(F.cross_entropy, soft_targets),

@@ -61,7 +61,22 @@ from dcpc.trace.capture.order import order_preparations
 from dcpc.trace.capture.own_backward import own_backwards, refuse_backward_hooks
 from dcpc.trace.capture.paths import Paths
 from dcpc.trace.formulas.math_of_sizes import math_of_sizes
-from dcpc.trace.loss import AllOutputs, Loss, check_names, find_outputs, loss_choice, returned
+from dcpc.trace.loss import (
+    AllOutputs,
+    Loss,
+    check_names,
+    find_outputs,
+    loss_choice,
+    returned,
+    returns_statistics,
+)
+from dcpc.trace.statistics import (
+    new_statistics,
+    refuse_synchronised,
+    running_names,
+    with_cumulative,
+    with_statistics,
+)
 from dcpc.trace.tables import refuse_short_tables
 
 _DEVICE = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)")
@@ -91,12 +106,15 @@ class _WantedOf(nn.Module):
         # Not as an attribute: a loss that is a module would become a submodule.
         self.returned: Callable[[Mapping[str, Tensor]], Any]
         self.returned = lambda inputs: returned(model, inputs, loss)
+        asked = returns_statistics(loss)
+        self.statistics = running_names(model, training=True) if asked else ()
         self.noted = _Noted()
         self.refuse_functions: Callable[[Iterable[Tensor]], None] = lambda tensors: None
 
     def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
         before = ModuleState(self.model)
-        output = self.returned(dict(zip(self.names, args, strict=True)))
+        with with_cumulative(self.model):
+            output = self.returned(dict(zip(self.names, args, strict=True)))
         wanted = find_outputs(output)
         refuse_strangers(wanted)
         self.refuse_functions(wanted)
@@ -105,7 +123,7 @@ class _WantedOf(nn.Module):
         self.noted.changes = before.changes(after, besides=tensors)
         self.noted.choice = loss_choice(output)
         self.noted.effects = isinstance(output, AllOutputs)
-        return wanted
+        return (*wanted, *new_statistics(self.model)) if self.statistics else wanted
 
 
 def trace(
@@ -143,6 +161,7 @@ def _traced(
 ) -> Program:
     check_names(model, buckets.inputs, loss)
     refuse_backward_hooks(model)
+    refuse_synchronised(model)
     named.refuse_names(buckets)
     refused: dict[str, named.ExampleError] = {}  # by the sizes of the trace
     least = named.least_sizes(buckets)
@@ -187,7 +206,7 @@ def _traced_at(
     """
     dims = named.named_dims(buckets, least)
     exported, paths = _export(wrapped, buckets, dims, hints, autocast)
-    _refuse_mutation(exported)
+    _refuse_mutation(exported, wrapped.statistics)
     gm = copy.deepcopy(exported.graph_module)
     without_input_writes(gm, exported, tuple(buckets.inputs))
     symbols = {n: sympy.Symbol(n, integer=True, positive=True) for n in buckets.names}
@@ -202,6 +221,7 @@ def _traced_at(
     gm.graph.lint()
     gm.recompile()
     program = _program(gm, exported, buckets, symbols, mapping, hints, wrapped.noted.numbers)
+    program = with_statistics(program, wrapped.statistics)
     refuse_short_tables(program, buckets)
     if least and any(size.has(sympy.Max, sympy.Min) for size in program.sizes):
         raise named.ExampleError("sizes may be simpler from the smallest bucket on")
@@ -402,15 +422,16 @@ def _learning(exported: ExportedProgram, buckets: Buckets) -> set[str]:
     return trainable(exported) | {str(name) for name, spec in given if spec.learns}
 
 
-def _refuse_mutation(exported: ExportedProgram) -> None:
-    mutated = sorted(set(exported.graph_signature.buffers_to_mutate.values()))
+def _refuse_mutation(exported: ExportedProgram, allowed: Sequence[str]) -> None:
+    changed = {*exported.graph_signature.buffers_to_mutate.values()}
+    mutated = sorted({name.removeprefix("model.") for name in changed} - {*allowed})
     if mutated:
-        names = ", ".join(name.removeprefix("model.") for name in mutated[:4])
         raise TraceError(
-            f"forward changes {len(mutated)} buffers ({names}); expected a forward that only reads "
-            "them: statistics would be of the micro-batches of a plan and of one rank; put these "
-            "modules into eval(), where a batch norm reads what it has, or use GroupNorm or "
-            "LayerNorm (SyncBatchNorm has running statistics, too)"
+            f"forward changes {len(mutated)} buffers ({', '.join(mutated[:4])}); expected a "
+            "forward that only reads them: a batch norm's statistics would be of the micro-batches "
+            "of a plan; pass batch_norm='micro' to train batch norms so, put these modules into "
+            "eval(), where a batch norm reads what it has, or use GroupNorm or LayerNorm; other "
+            "buffers can only be read"
         )
 
 

@@ -21,6 +21,7 @@ from dcpc.ir import Program
 
 aten = torch.ops.aten
 _WRITE = OutputKind.USER_INPUT_MUTATION
+_WRITES = (_WRITE, OutputKind.BUFFER_MUTATION)
 _BLOCK = torch.ops.higher_order.wrap_with_set_grad_enabled
 
 
@@ -79,12 +80,14 @@ def without_input_writes(
 ) -> None:
     """Drops values that forward wrote to its inputs from a graph's outputs, with a warning.
 
+    And those that it wrote to buffers, which it returns besides where they are wanted.
+
     The graph computes with the written values, as a functional one does; a caller's tensors stay.
     """
     signature, output = exported.graph_signature, gm.graph.output_node()
     returned: Any = output.args[0]
     kinds = [spec.kind for spec in signature.output_specs]
-    output.args = (tuple(x for x, k in zip(returned, kinds, strict=True) if k is not _WRITE),)
+    output.args = (tuple(x for x, k in zip(returned, kinds, strict=True) if k not in _WRITES),)
     called = dict(zip(map(str, signature.user_inputs), names, strict=True))
     for value, spec in zip(returned, signature.output_specs, strict=True):
         if spec.kind is _WRITE:

@@ -15,6 +15,11 @@ _REFUSED = {
         "pipeline=",
     ),
     "block": ((), "a rank has the parameters of its stage, whole; leave block= out"),
+    "batch_norm": (
+        (),
+        "a stage begins its next micro-batches before the statistics of one have come back from "
+        "the last stage; compile without pipeline=, or call eval() on batch norms",
+    ),
     "group": ((), "pipelines are made of all ranks of the job; leave group= out"),
 }  # fmt: skip
 
