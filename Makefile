@@ -15,7 +15,7 @@ FIND_PYTHON = for p in $(PYTHON) python3.11 python3 python3.12 python3.13; do \
 # Each process of the tests imports torch and dcpc: compiled once, not every time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-video installed test smoke test-exact test-slow test-processors zoo gpu gpu-stub fuzz lint docs release clean
+.PHONY: help tour demo demo-video installed test smoke test-exact test-slow test-processors zoo gpu gpu-stub fuzz lint docs release clean
 .DEFAULT_GOAL := help
 
 help:  ## prints this
@@ -23,6 +23,9 @@ help:  ## prints this
 
 demo: $(STAMP)  ## trains on text over two ranks, and races baselines
 	$(PY) -m examples.demo
+
+tour: $(STAMP)  ## three minutes: lengths, a plan, a race, equal numbers
+	$(PY) -m examples.tour
 
 demo-video: $(STAMP)  ## trains on images and clips
 	$(PY) -m examples.demo_video $(if $(CODEC),--codec $(CODEC))
