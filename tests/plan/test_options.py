@@ -37,6 +37,7 @@ SHARED = {
     "calibration": None,
     "derive_rules": True,
     "loss": None,
+    "batch_norm": "refuse",
 }
 
 
@@ -167,6 +168,7 @@ def test_what_a_shell_offers_is_what_an_option_takes():
     offering = {name for name, (_, read, _) in commanded().items() if read.choices}
     assert offering == {
         "device", "sp", "recompute", "backend", "parameters", "attention", "autocast",
+        "batch_norm",
     }  # fmt: skip
 
 
