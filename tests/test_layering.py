@@ -111,6 +111,7 @@ TABLE = {
         "parameters": "groups",
         "pipeline": "groups planner",
         "step": "groups planner data parameters pipeline",
+        "averages": "groups step",
     },
     "dcpc.compiled": {
         "agreed_state": "",

@@ -22,11 +22,11 @@ from dcpc.ir import Placement
 from dcpc.passes.value_ranges import value_ranges
 from dcpc.plan.planning import Planned
 from dcpc.plan.traced import group_name
+from dcpc.runtime.averages import RunningAverages
 from dcpc.runtime.data.steps import MicroBatch, Step
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.store import ParameterStore
 from dcpc.runtime.planner.plans import PlannedMicroBatch, Setting
-from dcpc.runtime.step.averages import RunningAverages
 from dcpc.runtime.step.stats import Stats
 from dcpc.runtime.values import out_of_range
 from dcpc.trace import autocast_dtype, casting

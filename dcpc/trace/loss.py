@@ -22,7 +22,7 @@ Loss = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class MicroStatistics:
-    """A model's `loss=` that also asks for what its batch norms in train() have made of a call.
+    """A model's `loss=` that asks for the new running statistics of batch norms, too.
 
     Attributes:
         loss: loss function of the user; None: forward returns the loss.

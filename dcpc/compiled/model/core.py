@@ -18,13 +18,13 @@ from dcpc.errors import DispatchError
 from dcpc.ir import BucketPlan
 from dcpc.plan.choose import TriedRow
 from dcpc.plan.planning import Planned
+from dcpc.runtime.averages import RunningAverages
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.modes import shared_out, store_of
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
 from dcpc.runtime.parameters.store import ParameterStore, WholeStore
 from dcpc.runtime.planner.speeds import LearnedSpeeds
-from dcpc.runtime.step.averages import RunningAverages
 from dcpc.trace.loss import returns_statistics
 from dcpc.trace.statistics import running_names
 from dcpc.verify import Verifier

@@ -185,7 +185,7 @@ def _refused_function(cls: type, got: str, expected: str, seen: bool = True) -> 
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """Hides from the graph what a function does in its block, changes of the grad mode included."""
+    """Hides a function's calls in its block from the graph, changes of the grad mode included."""
     before, _THIS.deep = _runs_within(), True
     try:
         with _Alone(), Capturable():
