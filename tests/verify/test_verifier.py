@@ -15,7 +15,7 @@ from dcpc import api
 from dcpc.commands.check.split import SPLITTING
 from dcpc.errors import PlanError, VerifyError
 from dcpc.trace import trace
-from dcpc.verify import Verifier
+from dcpc.verify import Verifier, verifier
 from dcpc.verify.compare import Given
 from dcpc.verify.inputs import draw
 from tests.cases.small_models import CASES
@@ -92,7 +92,8 @@ def test_a_wrong_gradient_names_what_reads_the_parameter():
 
 
 @pytest.mark.parametrize("drop", [0.0, 0.5])
-def test_the_report_says_what_was_compared_and_where(drop):
+def test_the_report_says_what_was_compared_and_where(drop, monkeypatch):
+    monkeypatch.setattr(verifier, "SHARE", 1e3)  # of seconds, which a loaded machine decides
     report = compiled(Waves(drop)).report()
     assert "verified against the model itself (verify='auto'" in report
     assert re.search(r"the trace: loss and every gradient at \{seq: [35], batch: \d\} to ", report)
