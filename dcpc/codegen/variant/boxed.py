@@ -43,6 +43,9 @@ RUN = {
     **DIRECT,
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
+    # Strides of a real tensor may differ from its fake one's: a view may need a copy.
+    aten._unsafe_view.default: torch.reshape,
+    aten.view.default: torch.reshape,
 }
 # Ops of one overload, which torch's function of the same name calls.
 _NAMES = (
@@ -69,9 +72,6 @@ BINDINGS: dict[Any, Callable[..., Any]] = {
     aten.squeeze.dim: torch.squeeze,
     aten.sum.dim_IntList: torch.sum,
     aten.transpose.int: torch.transpose,
-    # Strides of a real tensor may differ from its fake one's: a view may need a copy.
-    aten._unsafe_view.default: torch.reshape,
-    aten.view.default: torch.reshape,
 }
 
 
