@@ -51,7 +51,8 @@ ALONE = {
 }
 
 
-LISTED = Path(__file__).with_name("slow.txt")  # tests that are slow beside those with the mark
+# Tests that are slow beside those with the mark, and slow ones that CI leaves out beside those above.
+LISTED, LEFT_OUT = (Path(__file__).with_name(name) for name in ("slow.txt", "by_hand.txt"))
 
 
 # What dcpc imports late, and most ranks do as they compile: one to two seconds of each.
@@ -76,16 +77,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the slow tests of the list and of the files above."""
+    """Marks the slow tests of the lists and of the files above."""
     root = Path(__file__).parent
-    listed = set(LISTED.read_text().splitlines())
+    listed, by_hand = (set(file.read_text().splitlines()) for file in (LISTED, LEFT_OUT))
     for item in items:
         path = item.path.relative_to(root).as_posix() if root in item.path.parents else ""
         alone, _ = ALONE.get(path, ([], ""))
         left_out = path in BY_HAND or item.name in alone
-        if left_out and item.get_closest_marker("slow"):
+        if item.nodeid in by_hand or (left_out and item.get_closest_marker("slow")):
             item.add_marker("by_hand")
-        if item.nodeid in listed:
+        if item.nodeid in listed | by_hand:
             item.add_marker("slow")
 
 
