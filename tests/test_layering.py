@@ -171,6 +171,11 @@ def python_files(*folders: str) -> list[Path]:
     return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def imported(tree: ast.AST, file: Path, root: Path = ROOT) -> list[tuple[int, str, str | None]]:
     """Returns (line, module, name or None) of every import in a file, relative ones resolved."""
     found: list[tuple[int, str, str | None]] = []
@@ -203,7 +208,7 @@ def arrows(file: Path, root: Path = ROOT) -> list[tuple[int, str, str, str]]:
     """
     found = []
     own = file.relative_to(root).with_suffix("").parts
-    for line, module, name in imported(ast.parse(file.read_text()), file, root):
+    for line, module, name in imported(parsed(file), file, root):
         other = tuple(reached(module, name, root).split("."))
         if other[0] != "dcpc":
             continue
@@ -249,7 +254,7 @@ def nested_imports(file: Path, root: Path = ROOT) -> list[str]:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
     return [
         f"{file}:{line}: import inside a function; move it to the top"
-        for function in ast.walk(ast.parse(file.read_text()))
+        for function in ast.walk(parsed(file))
         if isinstance(function, functions)
         for line, module, name in imported(function, file, root)
         if (module, name) not in LATE
@@ -259,7 +264,7 @@ def nested_imports(file: Path, root: Path = ROOT) -> list[str]:
 def private_imports(file: Path, root: Path = ROOT) -> list[str]:
     """Returns underscore names taken from another module of ours, by import or by attribute."""
     errors = []
-    tree = ast.parse(file.read_text())
+    tree = parsed(file)
     local_names = set()
     for line, module, name in imported(tree, file, root):
         if module.split(".")[0] not in OURS:
@@ -288,7 +293,7 @@ def patching_errors(file: Path, root: Path = ROOT) -> list[str]:
     """Returns what replaces a name of torch's outside of the folder for that."""
     if file.is_relative_to(root / "dcpc" / "fx" / "torch_api"):
         return []
-    tree = ast.parse(file.read_text())
+    tree = parsed(file)
     theirs = {
         (name or module).split(".")[0]
         for _, module, name in imported(tree, file, root)
@@ -317,7 +322,7 @@ def sharing_errors(file: Path, root: Path = ROOT) -> list[str]:
     """
     own = file.relative_to(root).parts
     errors = []
-    for line, module, name in imported(ast.parse(file.read_text()), file, root):
+    for line, module, name in imported(parsed(file), file, root):
         target = reached(module, name, root).split(".")
         if target[0] == "tests" and target[-1].startswith("test_"):
             errors.append(f"{file}:{line}: imports a test; move what it needs to tests/cases/")
@@ -331,7 +336,7 @@ def sharing_errors(file: Path, root: Path = ROOT) -> list[str]:
 def model_errors(file: Path) -> list[str]:
     return [
         f"{file}:{line}: a model imports {module}"
-        for line, module, _ in imported(ast.parse(file.read_text()), file)
+        for line, module, _ in imported(parsed(file), file)
         if module.split(".")[0] in {*OURS} - {"models"}
     ]
 
@@ -417,7 +422,7 @@ def test_top_of_dcpc_holds_few_modules_and_folders():
 def test_class_names_are_unique_and_say_which():
     places: dict[str, list[str]] = {}
     for file in python_files("dcpc"):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(f"{file}:{node.lineno}")
     assert len(places) > 300, "classes are found"

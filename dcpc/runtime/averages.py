@@ -65,8 +65,10 @@ class RunningAverages:
         those of the rank that ran the most.
         """
         mine, self._samples = self._samples, 0.0
+        if not self._names:
+            return
         pg = self._groups.control(self._groups.world)
-        if pg is None or not self._names:
+        if pg is None:
             return
         every = self._buffers()
         counts = [b for b in every if not b.is_floating_point()]

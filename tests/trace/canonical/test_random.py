@@ -140,7 +140,9 @@ def test_random_op_that_cannot_be_split_is_refused_by_name() -> None:
 
 
 def test_nothing_is_dropped_in_eval_after_compiling_in_train() -> None:
-    compiled, without = compiled_with(Dropped(0.3), "none"), compiled_with(Dropped(0.0), "none")
+    model, never = Dropped(0.3), Dropped(0.0)
+    never.load_state_dict(model.state_dict())
+    compiled, without = compiled_with(model, "none"), compiled_with(never, "none")
     assert gradient(compiled)[0] != gradient(without)[0]
     compiled.eval()
     found, wanted = gradient(compiled), gradient(without)
