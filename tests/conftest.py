@@ -51,7 +51,7 @@ ALONE = {
 }
 
 
-# Tests that are slow beside those with the mark, and slow ones that CI leaves out beside those above.
+# Tests that are slow beside those with the mark, and slow ones that CI leaves out beside the above.
 LISTED, LEFT_OUT = (Path(__file__).with_name(name) for name in ("slow.txt", "by_hand.txt"))
 
 
