@@ -132,10 +132,11 @@ class InputSpec:
                 "rewrite this spec"
             )
         dtype = DTYPES.get(match["dtype"])
+        alias = getattr(torch, match["dtype"], None)  # torch.long is int64
+        if dtype is None and alias in DTYPES.values():
+            dtype = alias
         if dtype is None:
-            alias = getattr(torch, match["dtype"], None)  # torch.float is float32
-            close = [name for name, known in DTYPES.items() if known is alias]
-            close += difflib.get_close_matches(match["dtype"], DTYPES, n=1, cutoff=0.5)
+            close = difflib.get_close_matches(match["dtype"], DTYPES, n=1, cutoff=0.5)
             hint = f"write {close[0]}" if close else "use one of these"
             raise BucketError(
                 f"got dtype '{match['dtype']}'; expected one of {', '.join(DTYPES)}; {hint}"

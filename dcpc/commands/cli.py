@@ -44,6 +44,7 @@ from dcpc.commands.shared.options import (
     BucketFile,
     Factory,
     Lengths,
+    LossName,
     SomeBuckets,
     Stages,
     planning,
@@ -261,11 +262,12 @@ def check(
         typer.Option(metavar="DIM=SIZE,...", help="a shape to compare at; may be repeated"),
     ] = None,
     attention: Attention = "auto",
+    loss: LossName = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="seconds until ranks are ended")] = 600.0,
 ) -> None:
     """Check that a model traces, is split, and has its own numbers in float64; exit 1 if not."""
     points = tuple(map(parse_bucket, at or ()))
-    request = CheckRequest(factory, str(buckets), sp, example, points, attention)
+    request = CheckRequest(factory, str(buckets), sp, example, points, attention, loss)
     with reported():
         text, accepted = check_model(request, timeout)
         typer.echo(text, nl=False)

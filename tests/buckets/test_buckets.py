@@ -75,6 +75,12 @@ def test_spec_parses_dtype_and_dims():
     assert InputSpec.parse("float32[]") == InputSpec(torch.float32, ())
 
 
+def test_dtypes_have_torchs_other_names_too():
+    inputs = {"x": "long[batch]", "y": "float[batch, 3]", "z": "half[]"}
+    specs = Buckets(inputs=inputs, sizes=[{}]).inputs
+    assert [str(s) for s in specs.values()] == ["int64[batch]", "float32[batch, 3]", "float16[]"]
+
+
 # What a wrong declaration says
 
 
@@ -83,8 +89,8 @@ def test_spec_parses_dtype_and_dims():
     [
         ("int46[batch]", "Buckets: inputs.x: got dtype 'int46'; expected one of bool, "),
         ("int46[batch]", "write int64"),
-        ("float[batch]", "write float32"),
-        ("long[batch]", "write int64"),
+        ("integer[batch]", "got dtype 'integer'; expected one of bool, "),
+        ("Tensor[batch]", "got dtype 'Tensor'; expected one of bool, "),
         ("nn.Linear[batch]", r"got 'nn.Linear[batch]'; expected dtype[dim, ...] such as"),
         ("int64", "got 'int64'; expected dtype[dim, ...]"),
         ("int64[batch, seq", "expected dtype[dim, ...]"),

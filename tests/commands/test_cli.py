@@ -15,6 +15,7 @@ from tests.cases.ready import traced_once
 
 MODELS = """
 from functools import cache
+from torch import nn
 from models.gpt import GPT, GPTConfig
 
 number = 3
@@ -25,6 +26,16 @@ def tiny():
 
 def sized(dim):
     return GPT(GPTConfig(dim=dim))
+
+class Logits(nn.Sequential):
+    def forward(self, input_ids):
+        return super().forward(input_ids)
+
+def logits():
+    return Logits(nn.Embedding(16, 8), nn.Linear(8, 16))
+
+def loss(outputs, labels):
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
 
 def nothing():
     return None
@@ -70,6 +81,16 @@ def test_plan_lists_every_degree_and_what_fits(folder):
     rows = [line for line in result.stdout.splitlines() if line.endswith(("chosen", "not fit"))]
     assert [row.split()[-1] for row in rows] == ["chosen", "fit", "fit", "chosen"]
     assert "{batch: 1, seq: 65536}: sp 2 does not fit 90 MB" in result.stdout
+
+
+def test_loss_of_a_model_without_one_is_named(folder):
+    def planned(*options):
+        arguments = ["plan", "cli_models:logits", "--buckets", "buckets.yaml", *options]
+        return CliRunner().invoke(app, arguments)
+
+    assert "sp" in planned("--loss", "cli_models:loss").stdout
+    assert "such as labels, is passed to it: loss=fn" in planned().stderr
+    assert "got nothing of this name in cli_models" in planned("--loss", "cli_models:los").stderr
 
 
 def test_report_with_forced_values(folder):

@@ -21,6 +21,7 @@ from dcpc.plan.options import (
     few_degrees,
 )
 from dcpc.symbolic_profile import find
+from dcpc.trace import checked_dtype
 
 SHARED = {
     "memory": None,
@@ -103,6 +104,8 @@ def test_unknown_option_is_refused_before_anything_runs():
         ({"backend": "tpu"}, r"backend='tpu'; expected one of"),
         ({"attention": "tail"}, r"attention='tail'; expected 'auto'"),
         ({"autocast": torch.int8}, r"autocast=torch.int8; expected"),
+        ({"autocast": "float"}, r"autocast=torch.float32; expected"),
+        ({"autocast": "bf17"}, r"autocast='bf17'; expected"),
         ({"optimizer": torch.optim.SGD, "optimizer_bytes": 0}, r"expected one of them"),
     ],
 )
@@ -183,3 +186,8 @@ def test_speeds_that_make_no_sense_are_refused(speeds):
 def test_speeds_are_words_or_numbers():
     for good in ("auto", "equal", [1, 0.5], (2.0,)):
         assert CompileOptions(speeds=good).speeds == good
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16", torch.bfloat16])
+def test_autocast_takes_a_name(name):
+    assert checked_dtype(name) is torch.bfloat16

@@ -37,7 +37,7 @@ def prepared(model: ZooModel, sp: int, ways: Sequence[str]) -> Prepared | Verdic
         sp,
         large=model.coverage_sizes,
         example=model.example,
-        lowerings=ways,
+        attention=("auto", *ways),
     )
 
 

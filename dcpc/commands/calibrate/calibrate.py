@@ -38,6 +38,7 @@ from dcpc.symbolic_profile import (
     find,
 )
 from dcpc.trace import autocast_dtype, casting, checked_dtype
+from dcpc.trace.loss import Loss
 from dcpc.verify.inputs import Example, example_inputs
 
 Inputs = Mapping[str, Tensor]
@@ -58,6 +59,7 @@ def calibrate(
     backend: str = "inductor",
     autocast: torch.dtype | None = None,
     example: Example | None = None,
+    loss: Loss | None = None,
     group: dist.ProcessGroup | None = None,
     budget_s: float = BUDGET_S,
 ) -> Calibration:
@@ -72,6 +74,7 @@ def calibrate(
         backend: "eager" or "inductor".
         autocast: dtype of autocast, as for `dcpc.compile`.
         example: function that returns inputs of a shape, as for `dcpc check`; None: they are drawn.
+        loss: loss function, as for `dcpc.compile`; None: forward returns the loss.
         group: ranks to measure on, all of which call this and get the same; default: the
             initialised process group or torchrun's ranks, or one rank alone.
         budget_s: seconds to measure for, beside the tracing.
@@ -84,7 +87,9 @@ def calibrate(
     device = find("cpu") if at.type == "cpu" and torch.cuda.is_available() else detect()
     traces = []
     for mine in buckets.by_ones().values():
-        made = traced(model, mine, device, backend, autocast=autocast, derive_rules=False)
+        made = traced(
+            model, mine, device, backend, autocast=autocast, derive_rules=False, loss=loss
+        )
         traces.append((mine, Runnable(made)))
     share_s = budget_s if groups.world == 1 else budget_s * (1 - LINKS)
     with casting(at.type, None):

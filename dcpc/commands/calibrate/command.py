@@ -14,8 +14,8 @@ from rich.table import Table
 
 from dcpc.buckets import Buckets
 from dcpc.commands.calibrate.calibrate import calibrate
-from dcpc.commands.shared.factories import check_writable, load_function, load_model
-from dcpc.commands.shared.options import Autocast, Backend, BucketFile, Factory, offered
+from dcpc.commands.shared.factories import check_writable, load_function, load_loss, load_model
+from dcpc.commands.shared.options import Autocast, Backend, BucketFile, Factory, LossName, offered
 from dcpc.errors import PlanError
 from dcpc.plan.options import autocast_of, check_choice
 from dcpc.plan.progress import during
@@ -38,6 +38,7 @@ class CalibrationRequest:
         backend: "eager" or "inductor".
         autocast: "none", "bfloat16" or "float16".
         example: `module:function` that makes the inputs, or None.
+        loss: `module:function` that returns the loss of the model's outputs, or None.
     """
 
     factory: str
@@ -46,6 +47,7 @@ class CalibrationRequest:
     backend: str
     autocast: str
     example: str | None
+    loss: str | None = None
 
 
 def calibrate_command(
@@ -69,11 +71,12 @@ def calibrate_command(
             metavar="MODULE:FUNCTION", help="called with the sizes, returns some of the inputs"
         ),
     ] = None,
+    loss: LossName = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="written as JSON")] = DEFAULT_FILE,
 ) -> None:
     """Measure a model's calls and collectives on this device, for plans with --calibration."""
     check_writable("--out", out)
-    request = CalibrationRequest(factory, str(buckets), device, backend, autocast, example)
+    request = CalibrationRequest(factory, str(buckets), device, backend, autocast, example, loss)
     found = measured(request, world)
     if found is not None:
         found.write(out)
@@ -116,6 +119,7 @@ def on_rank(rank: int, request: CalibrationRequest) -> Calibration:
         backend=request.backend,
         autocast=autocast_of(request.autocast),
         example=None if request.example is None else load_function(request.example),
+        loss=load_loss(request.loss),
     )
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch.distributed as dist
 from torch import nn
 
 from dcpc.buckets import BATCH, Buckets, Sizes
 from dcpc.commands.check.verdict import Verdict, examine, shapes_of
-from dcpc.commands.shared.factories import load_function, load_model
+from dcpc.commands.shared.factories import load_function, load_loss, load_model, with_loss
 from dcpc.errors import BucketError, PlanError
 from dcpc.plan.progress import during
 from dcpc.runtime.groups.groups import Groups
@@ -35,6 +34,7 @@ class CheckRequest:
         example: `module:function` that makes the inputs, or None.
         at: shapes to compare at; (): near the smallest bucket.
         attention: way to split attention, see `passes/sharding/attention_ways.py`.
+        loss: `module:function` that returns the loss of the model's outputs, or None.
     """
 
     factory: str
@@ -43,6 +43,7 @@ class CheckRequest:
     example: str | None = None
     at: tuple[Mapping[str, int], ...] = ()
     attention: str = "auto"
+    loss: str | None = None
 
 
 def check_model(request: CheckRequest, timeout_s: float) -> tuple[str, bool]:
@@ -76,7 +77,11 @@ def on_rank(rank: int, request: CheckRequest) -> list[Verdict]:
     sp = dist.get_world_size() if dist.is_initialized() else 1
     buckets = Buckets.from_yaml(request.file)
     example = None if request.example is None else load_function(request.example)
-    make: Callable[[], nn.Module] = partial(load_model, request.factory)
+    loss = load_loss(request.loss)
+
+    def make() -> nn.Module:
+        return with_loss(load_model(request.factory), loss, buckets.inputs)
+
     both = ("none", "all")
     found = []
     with warnings.catch_warnings():

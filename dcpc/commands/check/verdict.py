@@ -180,7 +180,7 @@ def examine(
         sp,
         example=example,
         recomputes=recomputes,
-        attention=attention,
+        attention=(attention,),
     )
     return found if isinstance(found, Verdict) else compare(found)
 
@@ -195,8 +195,7 @@ def prepare(
     large: Sizes | None = None,
     example: Example | None = None,
     recomputes: Sequence[str] = ("none",),
-    attention: str = "auto",
-    lowerings: Sequence[str] = (),
+    attention: Sequence[str] = ("auto",),
 ) -> Prepared | Verdict:
     """Returns a model ready to be compared, or the verdict that it cannot be; needs no group.
 
@@ -210,8 +209,8 @@ def prepare(
             of `shapes`.
         example: function that makes inputs, see `verify.inputs.example_inputs`.
         recomputes: "none" and "all", or one of them.
-        attention: way to split attention, see `passes/sharding/attention_ways.py`.
-        lowerings: further lowerings of attention to compare, where some attention allows them.
+        attention: way to split attention, see `passes/sharding/attention_ways.py`; after it other
+            lowerings to compare, where some attention allows them.
     """
     try:
         torch.manual_seed(0)
@@ -219,9 +218,9 @@ def prepare(
         wide = float64_specs(buckets)
         taken, skipped = _taken(model, wide, shapes, example)
         at = large or _largest(shapes)
-        split = SplitModel(model, wide, at, sp=sp, attention=attention)
+        split = SplitModel(model, wide, at, sp=sp, attention=attention[0])
         _refuse_draws(split)
-        ways = [way for way in split.lowerings() if way in lowerings]
+        ways = [way for way in split.lowerings() if way in attention[1:]]
         others = {way: split.of("eager", sp, way) for way in ways}
         for sizes, recompute, each in product(taken, recomputes, (split, *others.values())):
             each.ready(sizes, recompute)

@@ -8,13 +8,14 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dcpc.errors import PlanError
+from dcpc.trace.loss import Loss, check_loss, check_names, returned
 
 
 def load_model(text: str) -> nn.Module:
@@ -27,6 +28,39 @@ def load_model(text: str) -> nn.Module:
         PlanError: there is no such module or factory, it raises, or it does not make a module.
     """
     return _made(text, load_function(text))
+
+
+class _WithLoss(nn.Module):
+    """A model that returns the loss of another one's outputs, with that one's parameters."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, **inputs: Tensor) -> Any:
+        return returned(self.model, inputs, self.loss)
+
+
+def with_loss(model: nn.Module, loss: Loss | None, inputs: Collection[str]) -> nn.Module:
+    """Returns a module that returns the loss: the model itself where `loss` is None.
+
+    Raises:
+        TraceError: neither takes one of the inputs, or `loss` takes another one.
+    """
+    check_names(model, inputs, loss)
+    return model if loss is None else _WithLoss(model, loss)
+
+
+def load_loss(text: str | None) -> Loss | None:
+    """Returns the loss function that `module:attribute` names; None for None.
+
+    Raises:
+        PlanError: there is no such module or callable.
+        TraceError: it cannot be a loss.
+    """
+    loss = None if text is None else load_function(text)
+    check_loss(loss)
+    return loss
 
 
 def load_function(text: str) -> Callable[..., Any]:

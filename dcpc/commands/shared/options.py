@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dcpc.commands.shared.factories import load_loss
 from dcpc.errors import DcpcError
 from dcpc.plan.options import PlanOptions, commanded
 from dcpc.plan.progress import shown
@@ -36,6 +37,16 @@ Lengths = Annotated[
         metavar="N,N,...",
         help="in place of --buckets, for a first look at a model of token ids: its lengths; the "
         "inputs are read from forward's signature",
+    ),
+]
+
+LossName = Annotated[
+    str | None,
+    typer.Option(
+        "--loss",
+        metavar="MODULE:FUNCTION",
+        help="of a model that returns something else: called with its outputs and the inputs that "
+        "it names, returns the loss",
     ),
 ]
 
@@ -87,7 +98,7 @@ def reported() -> Iterator[None]:
 
 
 def planning(command: Callable[..., None], without: Collection[str] = ()) -> Callable[..., None]:
-    """Gives a command the options of `PlanOptions` that it lacks, as its last argument.
+    """Gives a command `--loss` and the `PlanOptions` that it lacks, as its last argument.
 
     Its errors are reported as `reported` does.
 
@@ -103,6 +114,7 @@ def planning(command: Callable[..., None], without: Collection[str] = ()) -> Cal
     def run(**given: Any) -> None:
         with reported():
             values = {name: read.value(given.pop(name)) for name, (_, read, _) in more.items()}
+            values["loss"] = load_loss(given.pop("loss"))
             command(**given, options=PlanOptions(**values))
 
     shared = [
@@ -114,6 +126,7 @@ def planning(command: Callable[..., None], without: Collection[str] = ()) -> Cal
         )
         for name, (_, read, default) in more.items()
     ]
+    shared.append(Parameter("loss", Parameter.KEYWORD_ONLY, default=None, annotation=LossName))
     parameters = [*(p.replace(kind=Parameter.KEYWORD_ONLY) for p in own), *shared]
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}

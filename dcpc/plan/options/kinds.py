@@ -127,10 +127,10 @@ class ModelOptions:
         check=check_lowering,
         command=CommandOption(str, choices=("auto", *LOWERINGS)),
     )
-    autocast: torch.dtype | None = declare(
+    autocast: torch.dtype | str | None = declare(
         None,
-        "mixed precision, `torch.bfloat16` or `torch.float16`; parameters and gradients stay as "
-        "they are",
+        'mixed precision, `torch.bfloat16`, `"bf16"`, `torch.float16` or `"fp16"`; parameters and '
+        "gradients stay as they are",
         default="that around the call",
         check=checked_dtype,
         command=CommandOption(

@@ -18,6 +18,7 @@ from dcpc.errors import TraceError
 aten = torch.ops.aten
 
 DTYPES = (torch.bfloat16, torch.float16)
+SHORT = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -26,12 +27,14 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if active else None
 
 
-def checked_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    """Returns the dtype if autocast can compute in it, or None if it is None.
+def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Returns the dtype, which may be a name, if autocast can compute in it; None for None.
 
     Raises:
         TraceError: autocast cannot compute in this dtype.
     """
+    if isinstance(dtype, str):
+        dtype = getattr(torch, SHORT.get(dtype, dtype), dtype)
     if dtype is None or dtype in DTYPES:
         return dtype
     raise TraceError(

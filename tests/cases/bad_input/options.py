@@ -190,7 +190,7 @@ OPTIONS = {
         _option("a block of one rank", PlanError, parameters="rounds", block=1),
         _option("a block without rounds", PlanError, parameters="step", block=2),
         _option("an unknown attention", PlanError, attention="spiral"),
-        _option("an autocast that is no dtype", TraceError, autocast="bfloat16"),
+        _option("an autocast that is no dtype", TraceError, autocast="int8"),
         _option("a calibration that is not there", ProfileError, calibration="/none.json"),
         _option("derive_rules of another type", PlanError, derive_rules="yes"),
         _option("a loss that cannot be called", TraceError, loss=3),

@@ -22,7 +22,10 @@ def file(tmp_path):
 
 def verdicts(rank: int, file: str, names: tuple[str, ...]) -> list[list[Verdict]]:
     at = ({"seq": 9},)
-    return [on_rank(rank, CheckRequest(f"{MODELS}:{n}", file, example=None, at=at)) for n in names]
+    losses = {"Logits": f"{MODELS}:loss_of"}
+    return [
+        on_rank(rank, CheckRequest(f"{MODELS}:{n}", file, at=at, loss=losses.get(n))) for n in names
+    ]
 
 
 @pytest.mark.multirank
@@ -38,9 +41,10 @@ def test_good_model_is_accepted_from_the_command_line(file):
 
 @pytest.mark.multirank
 def test_bad_models_are_refused_and_the_reason_is_named(file):
-    names = ("replicated", "wrong", "drawing")
+    names = ("replicated", "wrong", "drawing", "Logits")
     for found in run_ranks(verdicts, 2, file, names, timeout_s=280):
-        (replicated,), (wrong,), (drawing,) = found
+        (replicated,), (wrong,), (drawing,), (logits,) = found
+        assert logits.accepted, "its loss is that of --loss"
         assert replicated.worst < 1e-10
         assert ["accepted::centre" in p.replace(".", "::") for p in replicated.problems()] == [True]
         assert wrong.worst > 1e-3

@@ -46,6 +46,22 @@ class Tiny(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+class Logits(nn.Module):
+    """A model that returns no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.classes = nn.Embedding(16, 32), nn.Linear(32, 16)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.classes(self.embed(input_ids))
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy over all positions."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 class Call(nn.Module):
     """One op as a module."""
 
