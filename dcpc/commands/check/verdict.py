@@ -294,6 +294,8 @@ def _taken(
         except (RuntimeError, ValueError, IndexError, AssertionError, NotImplementedError) as error:
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             skipped.append(f"{dict(sizes)}: {type(error).__name__}: {first}")
+        except Exception:
+            taken.append(sizes)  # the trace fails as well, and says where
         else:
             taken.append(sizes)
     return taken, skipped

@@ -41,9 +41,10 @@ def test_good_model_is_accepted_from_the_command_line(file):
 
 @pytest.mark.multirank
 def test_bad_models_are_refused_and_the_reason_is_named(file):
-    names = ("replicated", "wrong", "drawing", "Logits")
+    names = ("replicated", "wrong", "drawing", "Logits", "unlabelled")
     for found in run_ranks(verdicts, 2, file, names, timeout_s=280):
-        (replicated,), (wrong,), (drawing,), (logits,) = found
+        (replicated,), (wrong,), (drawing,), (logits,), (unlabelled,) = found
+        assert "TypeError: Logits.forward() got an unexpected" in unlabelled.error
         assert logits.accepted, "its loss is that of --loss"
         assert replicated.worst < 1e-10
         assert ["accepted::centre" in p.replace(".", "::") for p in replicated.problems()] == [True]

@@ -97,6 +97,10 @@ def drawing() -> nn.Module:
     return Tiny(Dropped())
 
 
+def unlabelled() -> nn.Module:
+    return Logits()
+
+
 def ids(sizes: Mapping[str, int]) -> dict[str, Tensor]:
     """Ids up to 16 and some ignored labels."""
     labels = torch.randint(16, (sizes["batch"], sizes["seq"]))
