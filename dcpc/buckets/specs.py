@@ -131,11 +131,8 @@ class InputSpec:
                 f"got '{text}'; expected dtype[dim, ...] such as int64[batch, seq] or float32[]; "
                 "rewrite this spec"
             )
-        dtype = DTYPES.get(match["dtype"])
-        alias = getattr(torch, match["dtype"], None)  # torch.long is int64
-        if dtype is None and alias in DTYPES.values():
-            dtype = alias
-        if dtype is None:
+        dtype = getattr(torch, match["dtype"], None)  # torch.long is int64
+        if dtype is None or dtype not in DTYPES.values():
             close = difflib.get_close_matches(match["dtype"], DTYPES, n=1, cutoff=0.5)
             hint = f"write {close[0]}" if close else "use one of these"
             raise BucketError(
