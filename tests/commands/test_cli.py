@@ -271,8 +271,8 @@ def test_unknown_bucket_lists_the_known_ones(folder):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("cli_models", "expected MODULE:FACTORY"),
-        ("cli_models:", "expected MODULE:FACTORY"),
+        ("cli_models", "expected MODULE:NAME"),
+        ("cli_models:", "expected MODULE:NAME"),
         ("no_such_module:tiny", "from importing no_such_module"),
         ("cli_models:tinny", "did you mean tiny"),
         ("cli_models:number", "got a int"),

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from dcpc.buckets import Buckets
 from dcpc.commands.calibrate.calibrate import calibrate
-from dcpc.commands.shared.factories import check_writable, load_function, load_loss, load_model
+from dcpc.commands.shared.factories import check_writable, load_example, load_loss, load_model
 from dcpc.commands.shared.options import Autocast, Backend, BucketFile, Factory, LossName, offered
 from dcpc.errors import PlanError
 from dcpc.plan.options import autocast_of, check_choice
@@ -118,7 +118,7 @@ def on_rank(rank: int, request: CalibrationRequest) -> Calibration:
         Buckets.from_yaml(request.file),
         backend=request.backend,
         autocast=autocast_of(request.autocast),
-        example=None if request.example is None else load_function(request.example),
+        example=load_example(request.example),
         loss=load_loss(request.loss),
     )
 

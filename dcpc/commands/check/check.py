@@ -12,7 +12,7 @@ from torch import nn
 
 from dcpc.buckets import BATCH, Buckets, Sizes
 from dcpc.commands.check.verdict import Verdict, examine, shapes_of
-from dcpc.commands.shared.factories import load_function, load_loss, load_model, with_loss
+from dcpc.commands.shared.factories import load_example, load_loss, load_model, with_loss
 from dcpc.errors import BucketError, PlanError
 from dcpc.plan.progress import during
 from dcpc.runtime.groups.groups import Groups
@@ -55,6 +55,8 @@ def check_model(request: CheckRequest, timeout_s: float) -> tuple[str, bool]:
     _shapes(request, Buckets.from_yaml(request.file), RANKS_ALONE)  # before any rank starts
     with during(f"make {request.factory}"):
         load_model(request.factory)
+    load_loss(request.loss)
+    load_example(request.example)
     if "RANK" not in os.environ:
         sp = request.sp or RANKS_ALONE
         with during(f"trace, and compare on {sp} ranks"):
@@ -76,7 +78,7 @@ def on_rank(rank: int, request: CheckRequest) -> list[Verdict]:
     """Returns a verdict for each trace that the buckets need; every rank calls this."""
     sp = dist.get_world_size() if dist.is_initialized() else 1
     buckets = Buckets.from_yaml(request.file)
-    example = None if request.example is None else load_function(request.example)
+    example = load_example(request.example)
     loss = load_loss(request.loss)
 
     def make() -> nn.Module:

@@ -58,13 +58,23 @@ def load_loss(text: str | None) -> Loss | None:
         PlanError: there is no such module or callable.
         TraceError: it cannot be a loss.
     """
-    loss = None if text is None else load_function(text)
+    loss = None if text is None else load_function(text, "--loss", "the loss")
     check_loss(loss)
     return loss
 
 
-def load_function(text: str) -> Callable[..., Any]:
+def load_example(text: str | None) -> Callable[..., Any] | None:
+    """Returns the function that makes an example's inputs, as `load_loss` returns a loss."""
+    return None if text is None else load_function(text, "--example", "inputs")
+
+
+def load_function(text: str, option: str = "model", made: str = "the model") -> Callable[..., Any]:
     """Returns the callable that `module:attribute` names.
+
+    Args:
+        text: as the command line has it.
+        option: where it stands there, for errors.
+        made: what the callable returns, for errors.
 
     Raises:
         PlanError: there is no such module or callable.
@@ -72,8 +82,8 @@ def load_function(text: str) -> Callable[..., Any]:
     name, colon, attribute = text.partition(":")
     if not (name and colon and attribute.isidentifier()):
         raise PlanError(
-            f"got model {text!r}; expected MODULE:FACTORY such as my_project.models:gpt; name a "
-            "function without arguments that returns the model"
+            f"got {option} {text!r}; expected MODULE:NAME such as my_project.models:gpt; name "
+            f"a function that returns {made}"
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a console script does not have it, `python -m` has
@@ -82,7 +92,7 @@ def load_function(text: str) -> Callable[..., Any]:
     except Exception as error:
         said = error if isinstance(error, ImportError) else _said(error)
         raise PlanError(
-            f"model {text}: got {said} from importing {name}; expected a module that "
+            f"{option} {text}: got {said} from importing {name}; expected a module that "
             f"this Python finds; run dcpc in its folder ({os.getcwd()} is looked in), or install it"
         ) from error
     factory = getattr(module, attribute, None)
@@ -91,7 +101,7 @@ def load_function(text: str) -> Callable[..., Any]:
         got = "nothing of this name" if factory is None else f"a {type(factory).__name__}"
         hint = f"did you mean {' or '.join(near)}?" if near else "correct the name, or add it"
         raise PlanError(
-            f"model {text}: got {got} in {name}; expected a callable that returns the model; {hint}"
+            f"{option} {text}: got {got} in {name}; expected a callable that returns {made}; {hint}"
         )
     found: Callable[..., Any] = factory
     return found

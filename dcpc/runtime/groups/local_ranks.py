@@ -15,6 +15,7 @@ else: it is seconds that each would spend.
 """
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -185,6 +186,7 @@ def _main(
     os.environ.clear()
     os.environ.update(environment, MASTER_PORT=str(pipe.recv()))
     torch.set_num_threads(1)
+    faulthandler.enable()  # a rank that dies of a signal says where, on standard error
     # A fork shares its parent's memory page by page until either writes: looking through the
     # parent's objects for garbage would copy them all.
     gc.freeze()

@@ -77,6 +77,12 @@ def test_not_a_number_is_no_small_difference():
         (f"{MODELS}:good", ("--buckets", "none.yaml"), "none.yaml"),
         (f"{MODELS}:good", ("--at", "seq=999"), "lengths within the buckets'"),
         (f"{MODELS}:good", ("--at", "length=9"), "a length for each of seq"),
+        (
+            f"{MODELS}:good",
+            ("--loss", f"{MODELS}:los"),
+            "expected a callable that returns the loss",
+        ),
+        (f"{MODELS}:good", ("--example", "ids"), "got --example 'ids'; expected MODULE:NAME"),
     ],
 )
 def test_what_is_asked_for_wrongly_is_said_before_any_rank_starts(file, model, options, words):
