@@ -11,7 +11,7 @@ JOINED: dict[str, int] = {
     "seen while it trains: timeline of all ranks, console, table; streams in the Trainer": 300,
     "autograd functions of the model": 500,
     'batch norms that train: batch_norm="micro"': 441,
-    "commands take --loss for a model that returns something else; a typo in it is told at once": 66,
+    "commands take --loss for a model that returns something else; typos told at once": 66,
 }
 MOST = {
     "lines in dcpc/": 76_640 + sum(JOINED.values()),

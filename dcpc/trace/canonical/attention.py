@@ -163,7 +163,7 @@ def _spelled(node: fx.Node) -> _Found | None:
         if empty == "fixed":
             return None
         empty = "safe"
-    return _Found(scores.q, _untransposed(scores.k), v, scores.scale, mask, empty=empty)
+    return _Found(scores.q, _untransposed(scores.k, node), v, scores.scale, mask, empty=empty)
 
 
 def _last_dim(softmax: fx.Node) -> bool:
@@ -298,8 +298,8 @@ def _masked(scores: _Scores) -> tuple[Callable[[Editor], fx.Node] | None, str] |
     return make, "nan" if endless or not numbers else "fixed"
 
 
-def _untransposed(k: fx.Node) -> fx.Node:
-    """Returns keys `[..., t, d]`: the operand of the transpose, or a new transpose of `k`."""
+def _untransposed(k: fx.Node, user: fx.Node) -> fx.Node:
+    """Returns keys `[..., t, d]`: the operand of the transpose, or a new one before `user`."""
     ndim = k.meta["val"].ndim
     source = k.args[0] if k.args else None
     if isinstance(source, fx.Node):
@@ -309,7 +309,7 @@ def _untransposed(k: fx.Node) -> fx.Node:
                 return source
         if k.target in (aten.t.default, aten.mT.default):
             return source
-    made: fx.Node = Editor(k.next).call(aten.transpose.int, k, -2, -1)
+    made: fx.Node = Editor(user).call(aten.transpose.int, k, -2, -1)
     return made
 
 

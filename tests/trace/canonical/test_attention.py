@@ -8,6 +8,7 @@ from torch import Tensor, fx, nn
 import dcpc
 from dcpc.ir import Program
 from dcpc.trace import trace
+from tests.cases.exactness import compiled_error
 
 BUCKETS = dcpc.Buckets(inputs={"x": "float64[batch, seq, 8]"}, sizes=[{"seq": 12}, {"seq": 20}])
 OP = torch.ops.dcpc.attention.default
@@ -100,6 +101,28 @@ def test_spelling_becomes_one_op_of_the_same_numbers(name):
         assert (a is None) == (b is None)
         if a is not None:
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
+
+
+class Memory(nn.Module):
+    """Attends to keys that are a parameter, and the first of all inputs of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.keys, self.values = (
+            nn.Parameter(torch.randn(s, dtype=torch.float64)) for s in ((8, 5), (5, 8))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x @ self.keys).softmax(-1) @ self.values + x.shape[1]).square().mean()
+
+
+def test_keys_that_are_a_parameter_are_turned_below_all_inputs():
+    model = Memory()
+    assert OP in {n.target for n in trace(model, BUCKETS).gm.graph.nodes}
+    compiled = dcpc.compile(model, BUCKETS, backend="eager", verify="off")
+    x = torch.randn(3, 15, 8, dtype=torch.float64)
+    assert compiled_error(compiled, compiled.model, {"x": x}) < 1e-10
 
 
 @pytest.mark.filterwarnings("ignore:scores are replaced by")
