@@ -70,6 +70,7 @@ TABLE = {
         "tables": "",
         "statistics": "",
         "capture": "canonical formulas loss tables statistics",
+        "static": "capture loss",
         "__init__": "capture",
     },
     "dcpc.passes": {

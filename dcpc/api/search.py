@@ -30,6 +30,8 @@ from dcpc.plan.runnable import Runnable
 from dcpc.plan.traced import Traced, traced
 from dcpc.symbolic_profile import Calibration, CalibrationKey, Device, calibrated, machine
 from dcpc.trace import autocast_dtype, casting, checked_dtype
+from dcpc.trace.capture.dims import SizeError
+from dcpc.trace.static import trace_static
 
 
 class Traces:
@@ -86,19 +88,28 @@ class Traces:
             assert not isinstance(options.block, str), "it is chosen"
             every = gathering(every, options.block or options.world)
         found: dict[Bucket, Runnable] = {}
-        for mine, one in zip(self.buckets.by_ones().values(), every, strict=True):
+        for mine, one in zip(self.buckets.by_trace().values(), every, strict=True):
             found |= dict.fromkeys(mine, Runnable(one))
         return {bucket: found[bucket] for bucket in self.buckets}
 
     def _all(self) -> Sequence[Traced]:
-        if not self._traced:
+        if self._traced:
+            return self._traced
+        try:
+            self._traced = [*self._made()]
+        except SizeError as refused:
+            if self._programs or self._ranges is not None:
+                raise
+            self.buckets, self._programs = trace_static(
+                self.model, self.buckets, self.autocast, self._options.loss, refused
+            )
             self._traced = [*self._made()]
         return self._traced
 
     def _made(self) -> Iterator[Traced]:
         options, libraries = self._options, dict[str, Library]()
         derive = options.world > 1 and options.derive_rules
-        groups = [*self.buckets.by_ones().values()]
+        groups = [*self.buckets.by_trace().values()]
         for i, mine in enumerate(tracked(groups, "trace", lambda b: f"{len(b)} buckets")):
             one = traced(
                 self.model, self._ranges or mine, self.device, options.backend,
@@ -203,7 +214,14 @@ def _planned(traces: Traces, options: PlanOptions, partly: bool) -> Planned:
     for runnable in by_bucket.values():
         runnable.priced.placements.settle()
     return Planned(
-        by_bucket, found.plans, found.tables, request, traces.autocast, found.misfits, options.loss
+        by_bucket,
+        found.plans,
+        found.tables,
+        request,
+        traces.autocast,
+        found.misfits,
+        options.loss,
+        traces.buckets.static,
     )
 
 

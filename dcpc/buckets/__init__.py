@@ -6,9 +6,10 @@ from dcpc.buckets.shape_buckets import (
     Bucket,
     Buckets,
     DimExpr,
+    Fixed,
     InputSpec,
     Sizes,
-    ones_of,
+    held_by,
 )
 from dcpc.buckets.specs import MAX_SIZE, shapes_and_dtypes
 from dcpc.buckets.yaml_lines import path_of
@@ -20,9 +21,10 @@ __all__ = [
     "Bucket",
     "Buckets",
     "DimExpr",
+    "Fixed",
     "InputSpec",
     "Sizes",
-    "ones_of",
+    "held_by",
     "path_of",
     "shapes_and_dtypes",
 ]

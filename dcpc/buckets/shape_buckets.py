@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Self
+from typing import Annotated, Any, NoReturn, Self, TypeVar
 
 import torch
 import yaml
@@ -32,16 +32,30 @@ from dcpc.buckets.specs import MAX_SIZE, DimExpr, InputSpec, Sizes
 from dcpc.buckets.yaml_lines import FieldPath, path_of, read_yaml
 from dcpc.errors import BucketError, DispatchError, checking_call
 
-__all__ = ["BATCH", "MAX_BATCH", "Bucket", "Buckets", "DimExpr", "InputSpec", "Sizes", "ones_of"]
+__all__ = [
+    "BATCH",
+    "MAX_BATCH",
+    "Bucket",
+    "Buckets",
+    "DimExpr",
+    "Fixed",
+    "InputSpec",
+    "Sizes",
+    "held_by",
+]
 
 BATCH = "batch"
 # Range of `batch` where a size leaves it to the planner: no plan has a larger micro-batch.
 MAX_BATCH = 1 << 16
 
 
-def ones_of(sizes: Mapping[str, int]) -> frozenset[str]:
-    """Returns the dims of size 1, without `batch`; buckets that differ in them share no trace."""
-    return frozenset(name for name, size in sizes.items() if size == 1 and name != BATCH)
+Fixed = frozenset[tuple[str, int]]  # (dim, length) that a trace has as numbers
+Of = TypeVar("Of")
+
+
+def held_by(traces: Mapping[Fixed, Of], sizes: Sizes) -> Of:
+    """Returns the entry of the trace that is for some lengths."""
+    return traces[max((fixed for fixed in traces if fixed <= sizes.items()), key=len)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +101,13 @@ class Buckets:
     Attributes:
         inputs: spec of each keyword argument of the model's forward.
         buckets: the shape buckets, in the order given.
+        static: dims that forward takes for numbers, so that each length has a trace of its own, and
+            a batch is 1 -> the user's line, as text; found when a model is traced.
     """
 
     inputs: Mapping[str, InputSpec]
     buckets: tuple[Bucket, ...]
+    static: Mapping[str, str]
 
     @checking_call("dcpc.Buckets", BucketError)
     def __init__(self, inputs: Mapping[str, str], sizes: Sequence[Mapping[str, int]]) -> None:
@@ -195,16 +212,30 @@ class Buckets:
         sizes = [bucket[name] for bucket in self.buckets]
         return min(sizes), max(sizes)
 
-    def by_ones(self) -> dict[frozenset[str], "Buckets"]:
-        """Returns the buckets grouped by their dims of size 1 (without `batch`): one trace a group.
+    def by_trace(self) -> dict[Fixed, "Buckets"]:
+        """Returns the buckets grouped by the numbers in a trace (`fixed`): one trace a group.
 
         A model may run other code where a dim is 1 (an image is a video of one frame), and torch
-        takes a size of 1 for a constant.
+        takes a size of 1 for a constant. Of a static dim each length is one.
         """
-        found: dict[frozenset[str], list[Bucket]] = {}
+        found: dict[Fixed, list[Bucket]] = {}
         for bucket in self.buckets:
-            found.setdefault(ones_of(bucket.sizes), []).append(bucket)
-        return {ones: self._only(mine) for ones, mine in found.items()}
+            found.setdefault(self.fixed(bucket.sizes), []).append(bucket)
+        return {fixed: self._only(mine, self.static) for fixed, mine in found.items()}
+
+    def fixed(self, sizes: Sizes) -> Fixed:
+        """Returns the dims, without `batch`, that a trace for some lengths has as numbers."""
+        named = ((n, size) for n, size in sizes.items() if n != BATCH)
+        return frozenset((n, size) for n, size in named if size == 1 or n in self.static)
+
+    def with_static(self, static: Mapping[str, str]) -> "Buckets":
+        """Returns the buckets with other dims static; with `batch` each has micro-batches of 1."""
+        batch = {BATCH: 1} if BATCH in static else {}
+        return self._only([Bucket.of({**b.sizes, **batch}) for b in self.buckets], static)
+
+    def like(self, sizes: Sequence[Sizes]) -> "Buckets":
+        """Returns buckets of other sizes for the same inputs, with the same dims static."""
+        return self._only([*map(Bucket.of, sizes)], self.static)
 
     def match(
         self,
@@ -243,8 +274,11 @@ class Buckets:
         if dims.get(BATCH, 1) > limit:
             self._refuse(
                 f"bucket {bucket}: got batch {dims[BATCH]}; expected at most {limit}; "
-                "split the batch, or raise batch in this size"
-            )
+                + (
+                    f"split the batch: forward takes it for a number{self.static[BATCH]}"
+                    if BATCH in self.static else "split the batch, or raise batch in this size"
+                )
+            )  # fmt: skip
         return bucket, dims
 
     def lengths(
@@ -286,7 +320,8 @@ class Buckets:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Buckets):
             return NotImplemented
-        return (self.inputs, self.buckets) == (other.inputs, other.buckets)
+        own = (self.inputs, self.buckets, self.static)
+        return own == (other.inputs, other.buckets, other.static)
 
     def __hash__(self) -> int:
         return hash((frozenset(self.inputs.items()), self.buckets))
@@ -295,16 +330,22 @@ class Buckets:
         inputs = {name: str(spec) for name, spec in self.inputs.items()}
         return f"Buckets(inputs={inputs}, sizes={[bucket.sizes for bucket in self.buckets]})"
 
-    def _only(self, buckets: Sequence[Bucket]) -> "Buckets":
+    def _only(self, buckets: Sequence[Bucket], static: Mapping[str, str]) -> "Buckets":
         mine = Buckets.__new__(Buckets)
-        mine._fill(self.inputs, tuple(buckets))
+        mine._fill(self.inputs, tuple(buckets), static)
         return mine
 
     def _set(self, raw: Any, place: Callable[[FieldPath], str]) -> None:
         inputs, sizes = _validate(raw, place)
         self._fill(inputs, tuple(map(Bucket.of, sizes)))
 
-    def _fill(self, inputs: Mapping[str, InputSpec], buckets: tuple[Bucket, ...]) -> None:
+    def _fill(
+        self,
+        inputs: Mapping[str, InputSpec],
+        buckets: tuple[Bucket, ...],
+        static: Mapping[str, str] | None = None,
+    ) -> None:
+        object.__setattr__(self, "static", {**(static or {})})
         object.__setattr__(self, "inputs", inputs)
         object.__setattr__(self, "buckets", buckets)
         object.__setattr__(self, "_by_key", {b.shape_key: b for b in buckets})

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from dcpc.buckets import BATCH, Bucket, Buckets, ones_of
+from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.compiled.dispatch import Dispatch
 from dcpc.compiled.outputs.wanted import SHARDED, WithOutputs
 from dcpc.errors import DcpcError, DispatchError
@@ -276,12 +276,12 @@ class Editions:
     def _at(self, base: Edition, own: Bucket, larger: Bucket) -> Edition:
         start_s = time.perf_counter()
         planned = base.planned
-        inputs = {name: str(spec) for name, spec in base.buckets.inputs.items()}
-        only = Buckets(inputs, [own.sizes])
-        alike = [b for b in base.buckets if ones_of(b.sizes) == ones_of(own.sizes)]
+        fixed = base.buckets.fixed
+        only = base.buckets.like([own.sizes])
+        alike = [b for b in base.buckets if fixed(b.sizes) == fixed(own.sizes)]
         degrees = {own: _degrees(planned)[larger]}
         if alike:
-            every = Buckets(inputs, [*(b.sizes for b in alike), own.sizes])
+            every = base.buckets.like([*(b.sizes for b in alike), own.sizes])
             runnable = planned.by_bucket[alike[0]]
             (program,) = self._captured(every, planned.loss)
             if stands_for(runnable.traced.program, program):
@@ -299,7 +299,7 @@ class Editions:
     def _captured(self, buckets: Buckets, loss: Loss | None) -> list[Program]:
         """Returns the traces of the model as it is for some buckets."""
         autocast = self.first.planned.autocast
-        groups = buckets.by_ones().values()
+        groups = buckets.by_trace().values()
         pieces = isinstance(loss, WithOutputs) and loss.kind == SHARDED
         return [replace(trace(self._model, b, autocast, loss), pieces=pieces) for b in groups]
 

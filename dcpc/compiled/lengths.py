@@ -24,7 +24,7 @@ class TraceLengths:
         Args:
             planned: plan with the traces of all buckets.
         """
-        self._by_bucket = planned.by_bucket
+        self._by_bucket, self._static = planned.by_bucket, planned.static
         calls = {id(v): _call_compiled_anew(v.traced) for v in planned.traces}
         self.compiled_anew = {b: n for b, v in self._by_bucket.items() if (n := calls[id(v)])}
         self._right: dict[tuple[Bucket, Bucket], bool] = {}
@@ -70,6 +70,10 @@ class TraceLengths:
                 f"a {what} of {bucket}: got {Bucket.of(sizes)}; expected lengths at which the "
                 f"bucket's graphs are right: from {Bucket.of(self.least(bucket))} on, where the "
                 "trace takes none for granted; pad to the bucket, or add these lengths to sizes="
+                + "".join(
+                    f"; '{n}' is static, as forward takes it for a number{line}"
+                    for n, line in self._static.items()
+                )
             )
 
     def refuse_compiled_anew(self, bucket: Bucket, sizes: Mapping[str, int]) -> None:

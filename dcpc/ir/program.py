@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from dcpc.buckets import Sizes
+from dcpc.buckets import Fixed, Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,7 @@ class Program:
         assumptions: relations between dims that the trace relied on; the graph was verified to be
             right at every bucket.
         least: dim name -> shortest length for which the graph was traced.
+        fixed: dims that the graph has as numbers, with their lengths.
         statistics: placeholders of the buffers of which the last outputs are the new values.
     """
 
@@ -87,6 +88,7 @@ class Program:
     pieces: bool = False
     assumptions: tuple[sympy.Basic, ...] = ()
     least: Mapping[str, int] = field(default_factory=dict)
+    fixed: Fixed = frozenset()
     statistics: tuple[str, ...] = ()
 
     @property

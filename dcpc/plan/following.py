@@ -126,7 +126,7 @@ class Followed:
             raise self._refused(changes)
         try:
             for runnable, mine in zip(
-                self._planned.traces, self._buckets.by_ones().values(), strict=True
+                self._planned.traces, self._buckets.by_trace().values(), strict=True
             ):
                 now_traced = trace(model, mine, self._planned.autocast, self._planned.loss)
                 if not stands_for(runnable.traced.program, now_traced):

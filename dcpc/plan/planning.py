@@ -90,7 +90,7 @@ class Planned:
 
     Attributes:
         by_bucket: prices and graphs made from the trace of each bucket. Buckets share a trace
-            unless a dim is 1 in one of them and not in the other.
+            unless a dim is 1 in one of them and not in the other, or static.
         plans: chosen setting of each bucket.
         tables: rows from which each setting was chosen.
         request: options that the plan depends on.
@@ -98,6 +98,7 @@ class Planned:
         misfits: bucket that fits with no setting -> the error that says so. It has rows in `tables`
             and no plan. `dcpc.api.plan` and `dcpc.compile` raise that error.
         loss: loss function of the model's outputs; None: the model's forward returns the loss.
+        static: dims that are static in the traces, as in `Buckets.static`.
     """
 
     by_bucket: Mapping[Bucket, Runnable]
@@ -107,6 +108,7 @@ class Planned:
     autocast: torch.dtype | None = None
     misfits: Mapping[Bucket, PlanError] = field(default_factory=dict)
     loss: Loss | None = None
+    static: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def memory_bytes(self) -> int:

@@ -73,7 +73,7 @@ class References:
         self.model, self.planned = model, planned
         self.budget = Budget(unbounded)
         self._specs = buckets.inputs
-        each = buckets.by_ones().values()
+        each = buckets.by_trace().values()
         self.groups = [(mine, planned.by_bucket[next(iter(mine))].traced) for mine in each]
         parameter = next(model.parameters(), None)
         self.device = torch.device("cpu")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
-from dcpc.buckets import Buckets, ones_of
+from dcpc.buckets import Buckets
 from dcpc.compiled.pipeline import CallChain, ModelStage, ProgramStage, chain_of, stages_of
 from dcpc.plan.traced import Traced, traced
 from dcpc.symbolic_profile import find
@@ -127,7 +127,7 @@ def cut_model(case: PipelineCase, stages: int) -> tuple[nn.Module, tuple[Program
 
 def of_one_trace(program: ProgramStage) -> ModelStage:
     """Returns the stage of a model with one trace."""
-    return ModelStage({ones_of(program.part.program.hints): program})
+    return ModelStage({program.part.program.fixed: program})
 
 
 def plain_gradients(

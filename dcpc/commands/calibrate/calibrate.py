@@ -86,7 +86,7 @@ def calibrate(
     autocast = checked_dtype(autocast or autocast_dtype(at.type))
     device = find("cpu") if at.type == "cpu" and torch.cuda.is_available() else detect()
     traces = []
-    for mine in buckets.by_ones().values():
+    for mine in buckets.by_trace().values():
         made = traced(
             model, mine, device, backend, autocast=autocast, derive_rules=False, loss=loss
         )

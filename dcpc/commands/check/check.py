@@ -88,7 +88,7 @@ def on_rank(rank: int, request: CheckRequest) -> list[Verdict]:
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is replicated is in the verdict
-        for mine in buckets.by_ones().values():
+        for mine in buckets.by_trace().values():
             shapes = _shapes(request, mine, sp)
             if shapes:
                 way = request.attention
@@ -117,7 +117,7 @@ def _shapes(request: CheckRequest, buckets: Buckets, sp: int) -> Sequence[Sizes]
         ranges = {n: buckets.range_of(n) for n in sizes if n != BATCH}
         if all(low <= sizes[n] <= high for n, (low, high) in ranges.items()):
             found.append(sizes)
-        elif len(buckets.by_ones()) == 1:
+        elif len(buckets.by_trace()) == 1:
             known = ", ".join(f"{n} {low} to {high}" for n, (low, high) in ranges.items())
             raise BucketError(
                 f"got --at {dict(given)}; expected lengths within the buckets' ({known}); "

@@ -9,7 +9,7 @@ from math import inf, prod
 
 from torch import nn
 
-from dcpc.buckets import Sizes, ones_of
+from dcpc.buckets import Fixed, Sizes
 from dcpc.compiled.pipeline.borders import common_borders, homes_of
 from dcpc.compiled.pipeline.chain import CallChain, chain_of
 from dcpc.compiled.pipeline.costs import (
@@ -79,7 +79,7 @@ def plan_stages(
         PlanError: no cut fits, or the traces cannot be cut into so many stages at the same places.
     """
     own = [[b for b in mixture if b.trace == t] for t in range(len(runnables))]
-    ones = [ones_of(buckets[0].sizes) for buckets in own]
+    ones = [runnable.traced.program.fixed for runnable in runnables]
     traces = [runnable.traced for runnable in runnables]
     dims = [mixture_dims(v.program, buckets) for v, buckets in zip(traces, own, strict=True)]
     chains = [chain_of(v.program, each) for v, each in zip(traces, dims, strict=True)]
@@ -122,17 +122,19 @@ def plan_stages(
     )
 
 
-def _too_few(most: int, stages: int, ones: Sequence[frozenset[str]]) -> PlanError:
+def _too_few(most: int, stages: int, ones: Sequence[Fixed]) -> PlanError:
     """Returns the error that a model has too few places where all of its traces may be cut."""
     if len(ones) == 1:
         return PlanError(
             f"stages: got a model that can be cut into {most} blocks at most; expected one for "
             f"each of {stages} stages; take fewer stages"
         )
-    kinds = " | ".join(", ".join(sorted(names)) or "no dim" for names in ones)
+    kinds = " | ".join(
+        ", ".join(f"{n} {size}" for n, size in sorted(each)) or "no dim" for each in ones
+    )
     return PlanError(
-        f"stages: got buckets that need {len(ones)} traces, as other dims are 1 in them ({kinds}), "
-        f"and {most} parts at most into which all of these can be cut between the same "
+        f"stages: got buckets that need {len(ones)} traces, as other dims are numbers in them "
+        f"({kinds}), and {most} parts at most into which all of these can be cut between the same "
         f"parameters; expected one for each of {stages} stages; take fewer stages, or leave out "
         "the buckets of a trace"
     )

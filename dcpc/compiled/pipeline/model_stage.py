@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from dcpc.buckets import ones_of
+from dcpc.buckets import Fixed, held_by
 from dcpc.compiled.pipeline.stages import ProgramStage
 from dcpc.runtime.parameters.modes import shares
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
@@ -19,11 +19,10 @@ class ModelStage:
     """A stage of a model; each rank of it has the parameters of all of its programs.
 
     Attributes:
-        programs: names of the dims that are 1 (`dcpc.buckets.ones_of`) -> program of the trace
-            that runs its micro-batches.
+        programs: dims that a trace has as numbers (`Buckets.fixed`) -> its program.
     """
 
-    programs: Mapping[frozenset[str], ProgramStage]
+    programs: Mapping[Fixed, ProgramStage]
 
     @property
     def by_trace(self) -> tuple[ProgramStage, ...]:
@@ -47,7 +46,7 @@ class ModelStage:
 
     def at(self, sizes: Mapping[str, int]) -> ProgramStage:
         """Returns the program of micro-batches of these sizes."""
-        return self.programs[ones_of(sizes)]
+        return held_by(self.programs, sizes)
 
 
 @dataclass(frozen=True, slots=True)

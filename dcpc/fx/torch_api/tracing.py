@@ -159,6 +159,12 @@ SUGGESTIONS = TorchName(
     ),
     "a model that pads lengths to pairs may be refused",
 )
+SPECIALISED = TorchName(
+    "torch.fx.experimental.symbolic_shapes",
+    "ShapeEnv._set_replacement",
+    takes("self", "a", "tgt", "msg"),
+    "the report does not say which line takes a dim for a number",
+)
 QUOTIENTS = {
     name: TorchName(
         "torch.utils._sympy.reference",
@@ -207,5 +213,6 @@ def try_names() -> None:
         TraceError: a probe fails for a name that is needed.
     """
     own = (ENGINE, CHECKPOINT, DISPATCH, COMPILING, EXPORTING, OP_TYPES, SUGGESTIONS, PRINT, ASKED)
-    for name in (*own, POOLED, *QUOTIENTS.values(), *((L1_CODE,) if drops_weights() else ())):
+    rarer = (SPECIALISED, POOLED, *QUOTIENTS.values(), *((L1_CODE,) if drops_weights() else ()))
+    for name in (*own, *rarer):
         name.usable()

@@ -88,6 +88,8 @@ def refuse_batch_of_one(buckets: Buckets, difference: Callable[[Mapping[str, int
     Raises:
         TraceError: forward makes other calls at a batch of 1.
     """
+    if BATCH in buckets.static:
+        return
     what = "forward was traced for batches of 2 and more"
     one, two = ({**buckets.buckets[0].sizes, BATCH: n} for n in (1, 2))
     found = _difference(what, one, difference)
@@ -173,10 +175,12 @@ def _sizes(
     """
     batch = symbols.get(BATCH)
     for bucket in buckets.buckets:
-        # Another dim that is 1 is so in every bucket of a trace (`Buckets.by_ones`).
+        # Another dim that is 1 is so in every bucket of a trace (`Buckets.by_trace`).
         sizes = {n: max(s, SMALLEST) if n == BATCH else s for n, s in bucket.sizes.items()}
         batches: Iterable[int] = [sizes[BATCH]] if BATCH in sizes else BATCHES
-        if unequal is not None and BATCH not in sizes:
+        if BATCH in buckets.static:
+            batches = [1]
+        elif unequal is not None and BATCH not in sizes:
             batches = BATCHES[:1]
             if batch in unequal.free_symbols:
                 at = {symbols[n]: sympy.Integer(s) for n, s in sizes.items() if n in symbols}

@@ -27,7 +27,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dcpc.buckets import Buckets
-from dcpc.errors import TraceError
+from dcpc.errors import TraceError, users_line
 from dcpc.fx.fakes import telling
 from dcpc.fx.garbage import without_collection
 from dcpc.fx.torch_api.tracing import PRINT, QUOTIENTS, SUGGESTIONS, try_names
@@ -42,9 +42,12 @@ from dcpc.trace.capture.capturable import Capturable
 from dcpc.trace.capture.explain import (
     explained,
     of_sizes,
+    of_values,
     refuse_labels,
     refuse_numbers,
+    specialised,
     suggested_least,
+    taken_for_numbers,
 )
 from dcpc.trace.capture.functional import functional
 from dcpc.trace.capture.gradients import (
@@ -179,7 +182,7 @@ def _traced(
                     refused[at] = error
     first, *others = refused.values()
     also = f"; traces at {' and at '.join([*refused][1:])} are refused, too" if others else ""
-    raise TraceError(f"{first}{also}") from first
+    raise named.SizeError(f"{first}{also}", first.dims, where=first.where) from first
 
 
 def _traced_at(
@@ -229,7 +232,9 @@ def _traced_at(
     if wrapped.training and not zero and not wrapped.noted.effects:
         refuse_cut(program)
     from_on = {name: dim.min for name, dim in dims.items()}
-    return dataclasses.replace(program, zero_gradients=zero, assumptions=assumptions, least=from_on)
+    fixed = frozenset.intersection(*(buckets.fixed(b.sizes) for b in buckets))
+    program = dataclasses.replace(program, zero_gradients=zero, assumptions=assumptions)
+    return dataclasses.replace(program, least=from_on, fixed=fixed)
 
 
 @contextmanager
@@ -283,9 +288,11 @@ def _export(
     device = torch.device("cpu") if parameter is None else parameter.device
     args = tuple(named.example_inputs(buckets, hints, device))
     shapes = tuple(named.dynamic_shape(spec, dims) or None for spec in buckets.inputs.values())
+    lines: dict[int, str] = {}
     try:
         with (
             warnings.catch_warnings(),
+            specialised() as lines,
             casting(device.type, autocast),
             _silent(),
             _quotients(),
@@ -327,8 +334,10 @@ def _export(
         raise
     except Exception as error:
         text = explained(error, model, buckets, hints)
-        if of_sizes(error, buckets, hints):
-            raise named.ExampleError(text, suggested_least(error)) from error
+        if not of_values(error):
+            again = named.ExampleError if of_sizes(error, buckets, hints) else named.SizeError
+            found, where = taken_for_numbers(error, hints, lines), users_line(error)
+            raise again(text, found, suggested_least(error), where) from error
         raise TraceError(text) from error
     if changes := wrapped.noted.changes:
         warnings.warn(

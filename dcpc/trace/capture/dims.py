@@ -38,17 +38,29 @@ LEAST_BATCH_IN_TRACE = 7
 MOST_ELEMENTS = 1 << 24
 
 
-class ExampleError(TraceError):
-    """The refusal of a trace at some example sizes, where a trace at others may be right.
+class SizeError(TraceError):
+    """The refusal of symbolic dims, where numbers in their place may be right.
 
     Attributes:
+        dims: dims that the trace took for numbers, as far as torch says, each with the user's line.
+        where: line of the user's where it was refused, or "".
         least: shortest lengths that torch suggests, by dim.
     """
 
-    def __init__(self, text: str, least: Mapping[str, int] | None = None) -> None:
-        """Takes the reason and torch's suggestion."""
+    def __init__(
+        self,
+        text: str,
+        dims: Mapping[str, str] | None = None,
+        least: Mapping[str, int] | None = None,
+        where: str = "",
+    ) -> None:
+        """Takes the reason, with lines and lengths that torch names."""
         super().__init__(text)
-        self.least = least or {}
+        self.dims, self.least, self.where = dims or {}, least or {}, where
+
+
+class ExampleError(SizeError):
+    """The refusal of a trace at some example sizes, where a trace at others may be right."""
 
 
 def refuse_names(buckets: Buckets) -> None:
@@ -78,7 +90,7 @@ def least_sizes(buckets: Buckets) -> dict[str, int]:
         low, _ = buckets.range_of(name)
         mine = [dim for dim in shapes if dim.name == name]
         sizes = (n for n in range(SMALLEST, low) if all(d.evaluate({name: n}) >= 2 for d in mine))
-        if name != BATCH:
+        if name != BATCH and name not in buckets.static:
             found[name] = next(sizes, max(SMALLEST, low))
     return found
 
@@ -103,6 +115,8 @@ def named_dims(buckets: Buckets, least: Mapping[str, int] | None = None) -> dict
             low, high = SMALLEST, max(high, LEAST_BATCH_IN_TRACE)
         if high < SMALLEST:
             continue  # one in every bucket: a constant
+        if name in buckets.static:
+            continue
         low = max(SMALLEST, min(low, high - 1, (high + 1) // 2 if low == high else low))
         low = min(low, (least or {}).get(name, low))
         dims[name] = Dim(name, min=min(low, high), max=max(high, low + 1))
@@ -129,7 +143,7 @@ def _own_sizes(buckets: Buckets, dims: Mapping[str, Any]) -> dict[str, int]:
         sizes = {n: bucket.sizes[n] for n in dims if n in bucket.sizes}
         if BATCH in dims and BATCH not in sizes:
             sizes[BATCH] = next(n for n in (3, 5, 7, *range(8, 999)) if n not in sizes.values())
-        whole = {n: sizes.get(n, 1) for n in buckets.names}
+        whole = {n: sizes.get(n, bucket.sizes.get(n, 1)) for n in buckets.names}
         elements = sum(math.prod(spec.shape(whole)) for spec in buckets.inputs.values())
         apart = len({*sizes.values()}) == len(dims)  # torch takes equal sizes for one
         if apart and min(sizes.values(), default=1) >= SMALLEST and elements <= MOST_ELEMENTS:
@@ -150,7 +164,7 @@ def _chosen(
     taken: set[int] = set()
     for name in buckets.names:
         if name not in dims:
-            hints[name] = 1
+            hints[name] = 1 if name == BATCH else buckets.range_of(name)[0]
             continue
         low, high = dims[name].min, dims[name].max
         want = max(low, 3 if name == BATCH else 11)

@@ -3,14 +3,17 @@
 import inspect
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from dcpc.buckets import BATCH, Buckets
-from dcpc.errors import TraceError, users_line
+from dcpc.errors import TraceError, running_line, users_line
 from dcpc.fx.graphs import op_name, source_line
+from dcpc.fx.torch_api.tracing import SPECIALISED
 
 # How torch says that it would have to know the values in a tensor.
 _OF_VALUES = ("DataDependent", "data-dependent", "unbacked", "GuardOnData")
@@ -93,10 +96,48 @@ def _passed_on(text: str, model: nn.Module, buckets: Buckets) -> str:
 
 def of_sizes(error: Exception, buckets: Buckets, hints: Mapping[str, int]) -> bool:
     """Returns whether torch's refusal may depend on the example sizes of the trace."""
+    return not of_values(error) and not (_of_shapes(error) and _multiples(buckets, hints))
+
+
+def of_values(error: Exception) -> bool:
+    """Returns whether torch's refusal is the same with numbers in the place of all dims."""
     said = str(error) + type(error).__name__
-    if isinstance(error, TypeError) or any(word in said for word in _OF_VALUES):
-        return False
-    return not (_of_shapes(error) and _multiples(buckets, hints))
+    of_types = isinstance(error, TypeError) and "SymInt" not in said
+    return of_types or any(word in said for word in _OF_VALUES)
+
+
+@contextmanager
+def specialised() -> Iterator[dict[int, str]]:
+    """Collects the numbers that torch fixes sizes to in its block, with the user's line."""
+    found: dict[int, str] = {}
+
+    def noting(replaced: Callable[..., None]) -> Callable[..., None]:
+        def noted(env: Any, a: Any, tgt: Any, *rest: Any, **more: Any) -> None:
+            if getattr(tgt, "is_Integer", False) and int(tgt) not in found:
+                found[int(tgt)] = running_line()
+            replaced(env, a, tgt, *rest, **more)
+
+        return noted
+
+    with SPECIALISED.replaced(noting):
+        yield found
+
+
+def taken_for_numbers(
+    error: Exception, hints: Mapping[str, int], lines: Mapping[int, str]
+) -> dict[str, str]:
+    """Returns the dims that torch's error says were fixed, each with ` at FILE:LINE: code` or "".
+
+    Args:
+        error: torch's error.
+        hints: size of each dim in the trace.
+        lines: numbers that sizes were fixed to, with the user's line.
+    """
+    where = users_line(error)
+    said = re.search(r"(?:violated|required) \(([\w, ]+)\)", str(error))
+    names = {n.strip(" _") for n in said[1].split(",")} if said else set()
+    fixed = {n for n, size in hints.items() if size in lines}
+    return {n: lines.get(size) or where for n, size in hints.items() if n in names | fixed}
 
 
 def suggested_least(error: Exception) -> dict[str, int]:

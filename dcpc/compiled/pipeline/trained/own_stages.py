@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from dcpc.buckets import BATCH, Bucket, Sizes, ones_of
+from dcpc.buckets import BATCH, Bucket, Fixed, Sizes, held_by
 from dcpc.codegen.lower.unpad import rows_name
 from dcpc.compiled.pipeline.borders import borders_like, homes_of
 from dcpc.compiled.pipeline.chain import chain_of
@@ -87,7 +87,7 @@ class OwnStages:
 
     def _like(self, traced: Traced) -> tuple[ProgramStage, ...]:
         program, hints = traced.program, traced.program.hints
-        like = [n for n, one in enumerate(self.traces) if _ones(one) == _ones(traced)] or [0]
+        like = [n for n, one in enumerate(self.traces) if one.program.fixed == program.fixed] or [0]
         number = like[0]
         first, own = self.traces[number], self.cut.plan.chains[number]
         at = [border[number] for border in self.cut.plan.borders]
@@ -107,10 +107,6 @@ class OwnStages:
         return stages
 
 
-def _ones(traced: Traced) -> frozenset[str]:
-    return ones_of(traced.program.hints)
-
-
 @dataclass(frozen=True)
 class OwnSetting:
     """This rank's stage with one setting of recompute, for the programs of an edition.
@@ -119,20 +115,20 @@ class OwnSetting:
 
     Attributes:
         stages: stages of the model's programs.
-        programs: dims that are 1 in a trace -> its runnable, and its calls without padding.
+        programs: dims that a trace has as numbers -> its runnable, and its calls without padding.
         buckets: buckets of the edition.
         number: place of the setting among those that a schedule names.
     """
 
     stages: OwnStages
-    programs: Mapping[frozenset[str], tuple[Runnable, Unpadding | None]]
+    programs: Mapping[Fixed, tuple[Runnable, Unpadding | None]]
     buckets: Sequence[Bucket]
     number: int
 
     def at(self, sizes: Sizes) -> ProgramStage:
         """Returns the stage that runs a micro-batch of these sizes."""
         named = {n: size for n, size in sizes.items() if not n.startswith(rows_name(0))}
-        runnable, unpadding = self.programs[ones_of(named)]
+        runnable, unpadding = held_by(self.programs, named)
         padded = self._with_padding(runnable)
         sides = len(sizes) - len(named)
         if not sides:
@@ -153,7 +149,7 @@ class OwnSetting:
         if number is not None:
             row = stages.cut.planner.cost.rows[stages.index][self.number]
             return row.by_trace[number].in_lane(stages.lane)
-        alike = [b for b in self.buckets if ones_of(b.sizes) == _ones(traced)]
+        alike = [b for b in self.buckets if held_by(self.programs, b.sizes)[0] is runnable]
         own = stages.of(traced).own.within(alike)
         largest = {BATCH: 1, **(traced.reference or traced.program.hints)}
         settings = recomputed(own, own.study(largest).steps, self.stages.recompute)

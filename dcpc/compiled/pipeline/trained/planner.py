@@ -64,7 +64,7 @@ class PipelinePlanner:
         Raises:
             PlanError: a sample of a bucket does not fit alone.
         """
-        own, traces = tuple(buckets), buckets.by_ones()
+        own, traces = tuple(buckets), buckets.by_trace()
         largest = [
             max((at_batch(b, 1) for b in mine), key=lambda sizes: sum(sizes.values()))
             for mine in traces.values()

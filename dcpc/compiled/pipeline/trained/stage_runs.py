@@ -9,7 +9,7 @@ from typing import Any, NoReturn, cast
 
 from torch import Tensor
 
-from dcpc.buckets import BATCH, Bucket, Sizes, ones_of
+from dcpc.buckets import BATCH, Bucket, Sizes
 from dcpc.codegen.lower.output_pieces import OutputPiece
 from dcpc.codegen.lower.unpad import rows_name
 from dcpc.compiled.editions import Edition
@@ -129,7 +129,9 @@ class ModelInStages:
     def _running(self, edition: Edition) -> InStages:
         """Returns the execution of this rank's stage of an edition, with its parameters now."""
         dispatch, by_bucket = edition.dispatch, edition.planned.by_bucket
-        programs = {ones_of(b.sizes): (v, dispatch.unpadding(b)) for b, v in by_bucket.items()}
+        programs = {
+            v.traced.program.fixed: (v, dispatch.unpadding(b)) for b, v in by_bucket.items()
+        }
         count = self.cut.planner.cost.settings
         settings = [OwnSetting(self.own, programs, [*by_bucket], number) for number in range(count)]
 
