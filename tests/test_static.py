@@ -1,5 +1,6 @@
 """Dims that forward takes for numbers are static: a trace a length; a static batch runs alone."""
 
+import copy
 import math
 
 import pytest
@@ -8,9 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dcpc
+from dcpc.api.plans import cut_with
+from dcpc.buckets import held_by
+from dcpc.compiled.pipeline import run_in_turn
 from dcpc.errors import DispatchError, TraceError
+from dcpc.plan.options import PlanOptions
 from dcpc.trace import static
-from tests.cases.exactness import compiled_error
+from tests.cases.asks import far, trained
+from tests.cases.exactness import SPLITTING, compiled_error, gradient_error, loss_error, plain
+from tests.cases.launch import run_prepared
+from tests.cases.ready import Ready
 
 INPUTS = {"x": "float64[batch, seq, 4]", "y": "float64[batch, seq, 4]"}
 SIZES = [{"seq": 4}, {"seq": 9}]
@@ -150,3 +158,65 @@ def test_more_lengths_than_the_cap_are_refused(monkeypatch):
     monkeypatch.setattr(static, "MOST_STATIC_TRACES", 1)
     with pytest.raises(TraceError, match=r"'seq' at .* a trace: got 2; expected 1 at most"):
         compiled_of(loop, SHORT)
+
+
+def test_buckets_are_grouped_by_the_numbers_of_their_traces():
+    every = [{"frames": t, "seq": n} for t, n in ((3, 4), (1, 4), (5, 4), (1, 9), (3, 9))]
+    free = dcpc.Buckets({"x": "float64[batch, frames, seq]"}, every)
+    assert len(free.by_trace()) == 2
+    buckets = free.with_static({"seq": " at a line"})
+    assert buckets != free
+    assert [len(mine) for mine in buckets.by_trace().values()] == [2, 1, 1, 1]
+    for bucket in buckets:
+        assert bucket in [*held_by(buckets.by_trace(), {**bucket.sizes, "batch": 2})]
+    assert buckets.like([{"frames": 2, "seq": 7}]).by_trace().keys() == {frozenset({("seq", 7)})}
+    alone = free.with_static({"batch": ""})
+    assert {bucket.batch for bucket in alone} == {1}
+    assert len(alone.by_trace()) == 2
+
+
+@pytest.mark.parametrize("mix", [square, batch])
+def test_stages_run_the_trace_of_their_lengths(mix):
+    torch.manual_seed(0)
+    model, most = Mixed(mix), 1 if mix is batch else 2
+    options = PlanOptions(backend="eager", memory=1e5, world=2)
+    cut = cut_with(model, dcpc.Buckets(INPUTS, SIZES), options, 2)
+    assert all((n == 1) == (mix is batch) for n in cut.planner.most)
+    for sizes in SIZES:
+        inputs = samples(sizes["seq"], most)
+        loss, gradients = plain(model, inputs)
+        model.zero_grad()
+        stages = [row[0].at({**sizes, "batch": most}) for row in cut.planner.cost.rows]
+        assert loss_error(run_in_turn(stages, inputs), loss) < 1e-10
+        assert gradient_error(model, gradients) < 1e-10
+
+
+@pytest.mark.slow
+def test_evaluate_takes_a_trace_of_its_own_for_another_length():
+    compiled = compiled_of(lengths, verify="off")
+    for size in (4, 7):
+        found = compiled.evaluate(samples(size), between="compile")
+        assert far(found, compiled.model(**samples(size))) < 1e-12
+
+
+def ready(mix, options):
+    torch.manual_seed(0)
+    options = {"backend": "eager", "device": SPLITTING, "verify": "off", **options}
+    return Ready(Mixed(mix), dcpc.Buckets(INPUTS, SIZES), 2, **options)
+
+
+def over_ranks(rank, made):
+    compiled, alone = made.compile(), copy.deepcopy(made.model)
+    data = [{n: t[0] for n, t in samples(size).items()} for size in (4, 9, 9, 4, 9)]
+    loader = dcpc.DataLoader(data, compiled, samples_per_step=5, shuffle=False)
+    return trained(compiled, loader, alone, data, lambda sample: 1).worst, compiled.report()
+
+
+@pytest.mark.multirank
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"sp": 2}, {"pipeline": 2}, {"parameters": "rounds"}], ids=str)
+@pytest.mark.parametrize("mix", [split, batch])
+def test_two_ranks_have_the_plain_models_numbers(mix, options):
+    for worst, report in run_prepared(ready, over_ranks, 2, mix, options):
+        assert worst < 1e-10
+        assert f"dim '{'batch' if mix is batch else 'seq'}' is static" in report

@@ -107,8 +107,7 @@ def _compiled(
     except DcpcError as error:  # on all ranks, as they wait for this one's plan
         agree(groups, groups.world, "plan", "", error)
         raise
-    if planned.static:
-        buckets = buckets.with_static(planned.static)
+    buckets = buckets.with_static(planned.static)
     hashes = " ".join(v.traced.program.graph_hash for v in planned.traces)
     asked = planned.request
     held = f"; parameters {asked.parameters}, block {asked.block}" if asked.block else ""

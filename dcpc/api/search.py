@@ -214,15 +214,9 @@ def _planned(traces: Traces, options: PlanOptions, partly: bool) -> Planned:
     for runnable in by_bucket.values():
         runnable.priced.placements.settle()
     return Planned(
-        by_bucket,
-        found.plans,
-        found.tables,
-        request,
-        traces.autocast,
-        found.misfits,
-        options.loss,
+        by_bucket, found.plans, found.tables, request, traces.autocast, found.misfits, options.loss,
         traces.buckets.static,
-    )
+    )  # fmt: skip
 
 
 def calibration_key(

@@ -33,16 +33,8 @@ from dcpc.buckets.yaml_lines import FieldPath, path_of, read_yaml
 from dcpc.errors import BucketError, DispatchError, checking_call
 
 __all__ = [
-    "BATCH",
-    "MAX_BATCH",
-    "Bucket",
-    "Buckets",
-    "DimExpr",
-    "Fixed",
-    "InputSpec",
-    "Sizes",
-    "held_by",
-]
+    "BATCH", "MAX_BATCH", "Bucket", "Buckets", "DimExpr", "Fixed", "InputSpec", "Sizes", "held_by",
+]  # fmt: skip
 
 BATCH = "batch"
 # Range of `batch` where a size leaves it to the planner: no plan has a larger micro-batch.

@@ -209,7 +209,7 @@ def _packing(planned: Planned, costs: ModelCosts) -> Packing | None:
     sp = min(row.sp for row in longest.least)
     row = min((r for r in longest.least if r.sp == sp), key=lambda r: r.micro_batch)
     priced = planned.by_bucket[longest.bucket].priced
-    if BATCH not in priced.traced.program.symbols:
+    if planned.static or BATCH not in priced.traced.program.symbols:
         return None
     sizes = {**longest.bucket.sizes, BATCH: row.micro_batch}
     study = priced.at(priced.placement(sizes, sp))

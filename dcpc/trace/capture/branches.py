@@ -173,14 +173,12 @@ def _sizes(
             they might be equal, or a single one if it does not depend on the batch.
         symbols: our symbol of each named dim.
     """
-    batch = symbols.get(BATCH)
+    batch, free = symbols.get(BATCH), {BATCH} - buckets.static.keys()
     for bucket in buckets.buckets:
         # Another dim that is 1 is so in every bucket of a trace (`Buckets.by_trace`).
-        sizes = {n: max(s, SMALLEST) if n == BATCH else s for n, s in bucket.sizes.items()}
+        sizes = {n: max(s, SMALLEST) if n in free else s for n, s in bucket.sizes.items()}
         batches: Iterable[int] = [sizes[BATCH]] if BATCH in sizes else BATCHES
-        if BATCH in buckets.static:
-            batches = [1]
-        elif unequal is not None and BATCH not in sizes:
+        if unequal is not None and BATCH not in sizes:
             batches = BATCHES[:1]
             if batch in unequal.free_symbols:
                 at = {symbols[n]: sympy.Integer(s) for n, s in sizes.items() if n in symbols}

@@ -336,8 +336,8 @@ def _export(
         text = explained(error, model, buckets, hints)
         if not of_values(error):
             again = named.ExampleError if of_sizes(error, buckets, hints) else named.SizeError
-            found, where = taken_for_numbers(error, hints, lines), users_line(error)
-            raise again(text, found, suggested_least(error), where) from error
+            found = taken_for_numbers(error, {n: hints[n] for n in dims}, lines)
+            raise again(text, found, suggested_least(error), users_line(error)) from error
         raise TraceError(text) from error
     if changes := wrapped.noted.changes:
         warnings.warn(

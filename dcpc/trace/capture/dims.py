@@ -113,10 +113,8 @@ def named_dims(buckets: Buckets, least: Mapping[str, int] | None = None) -> dict
         low, high = buckets.range_of(name)
         if name == BATCH:
             low, high = SMALLEST, max(high, LEAST_BATCH_IN_TRACE)
-        if high < SMALLEST:
-            continue  # one in every bucket: a constant
-        if name in buckets.static:
-            continue
+        if high < SMALLEST or name in buckets.static:
+            continue  # one in every bucket, or static: a constant
         low = max(SMALLEST, min(low, high - 1, (high + 1) // 2 if low == high else low))
         low = min(low, (least or {}).get(name, low))
         dims[name] = Dim(name, min=min(low, high), max=max(high, low + 1))

@@ -62,7 +62,7 @@ def choose_stages(
     Raises:
         PlanError: it fits in no way: that of no pipeline.
     """
-    own = tuple(buckets)
+    own = tuple(single.by_bucket)
     samples = [(i, own[i % len(own)]) for i in range(max(SAMPLES * world, len(own)))]
     ways: dict[int, tuple[float, CutModel | None]] = {}
     misfits: dict[int, DcpcError] = {}

@@ -70,8 +70,8 @@ def cut_model(
     optimizer, shares_rows = planned.request.optimizer, parameters == "step"
     memory = replace(optimizer, owners=world // stages if shares_rows else 1)
     devices = [StageDevice(min(each), planned.memory_bytes, memory) for each in every]
+    traces, buckets = planned.traces, buckets.with_static(planned.static)
     share = 1.0 / len(buckets)
-    traces = planned.traces
     mixture = [
         MixedBucket(at_batch(b, 1), share, traces.index(planned.by_bucket[b])) for b in buckets
     ]

@@ -47,11 +47,11 @@ def stages_report(cut: CutModel, pipelines: int) -> str:
 
 def _traces(stages: Sequence[ModelStage]) -> str:
     """Returns the order of the traces in a table's cell, where there are several."""
-    each = stages[0].by_trace
+    each = [*stages[0].programs]
     if len(each) == 1:
         return ""
-    ones = (", ".join(n for n, s in e.part.program.hints.items() if s == 1) for e in each)
-    return f"; calls where {' / '.join((names or 'no dim') + ' is 1' for names in ones)}"
+    said = (", ".join(f"{n} is {s}" for n, s in sorted(fixed)) or "no dim is 1" for fixed in each)
+    return f"; calls where {' / '.join(said)}"
 
 
 def _ranks(cut: CutModel) -> str:

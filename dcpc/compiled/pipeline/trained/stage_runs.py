@@ -181,7 +181,7 @@ class StagesInsight(ModelInsight):
     def report(self, full: bool = False) -> str:
         """Returns the parameters, seconds and memory of each stage at every bucket, in full."""
         text = stages_report(self._execution.cut, self._execution.grid.replicas)
-        text += f"{self.staging}\n" * bool(self.staging)
+        text += "".join(f"{line}\n" for line in (*self.core.planned.notes, self.staging) if line)
         return f"{text}\n{self.core.verifier.report()}"
 
     def stats(self) -> Stats:
