@@ -63,8 +63,9 @@ def sizes_of_shapes(
         program: program with these dims.
         known: each value, with its shape in symbols.
     """
-    # A dim that is 1 in all of the trace's buckets is a number in every shape.
-    found = program.dims({n: 1 for n, hint in program.hints.items() if hint == 1})
+    # A dim that is 1 in all of the trace's buckets, or static, is a number in every shape.
+    ones = {n: 1 for n, hint in program.hints.items() if hint == 1}
+    found = program.dims({**ones, **dict(program.fixed)})
     for info, value in known:
         for expr, size in zip(info.shape, value.shape, strict=True):
             unknown = expr.free_symbols - found.keys()

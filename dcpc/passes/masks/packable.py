@@ -39,6 +39,8 @@ def packable(program: Program, rules: Mapping[str, OpSharding]) -> Packable:
     names = [name for name in program.symbols if name != BATCH]
     if len(names) != 1:
         return Packable((), {}, "its buckets have not one named dim besides the batch")
+    if any(name == names[0] and size > 1 for name, size in program.fixed):
+        return Packable((), {}, f"'{names[0]}' is static, so its graphs are for whole rows alone")
     row, found = RowGraph(program, rules, names[0]), Packable((), {})
     try:
         found = replace(found, marks=_marks(row))
