@@ -102,6 +102,7 @@ def test_each_length_of_a_loop_has_a_trace_that_is_right_and_verified(looped):
     assert "for t in range(x.shape[1])" in report
     assert "trace 1: loss and every gradient at {seq: 2" in report
     assert "trace 2: loss and every gradient at {seq: 3" in report
+    assert "'seq' is static" in looped.packable.reason
     assert worst_error(looped) < 1e-10
 
 
