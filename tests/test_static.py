@@ -70,6 +70,10 @@ def batch(model, x):
     return x + torch.tensor([0] * x.shape[0], dtype=x.dtype)[:, None, None]
 
 
+def padded(model, x):
+    return batch(model, F.pad(x, (0, 0, 0, -x.shape[1] % 4)))[:, : x.shape[1]]
+
+
 def free(model, x):
     return x.cumsum(1)
 
@@ -135,8 +139,9 @@ def test_lengths_that_no_trace_has_are_refused_or_padded():
     assert compiled.train_step(step).loss.item() == pytest.approx(sum(whole).item() / 2, abs=1e-12)
 
 
-def test_a_static_batch_runs_samples_alone():
-    compiled = compiled_of(batch, verify="off")
+@pytest.mark.parametrize("mix", [batch, padded])
+def test_a_static_batch_runs_samples_alone(mix):
+    compiled = compiled_of(mix, verify="off")
     assert "dim 'batch' is static" in compiled.report()
     assert {plan.micro_batch for plan in compiled.plans.values()} == {1}
     assert worst_error(compiled, counts=(1,)) < 1e-10

@@ -88,8 +88,6 @@ def refuse_batch_of_one(buckets: Buckets, difference: Callable[[Mapping[str, int
     Raises:
         TraceError: forward makes other calls at a batch of 1.
     """
-    if BATCH in buckets.static:
-        return
     what = "forward was traced for batches of 2 and more"
     one, two = ({**buckets.buckets[0].sizes, BATCH: n} for n in (1, 2))
     found = _difference(what, one, difference)
