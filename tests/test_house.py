@@ -12,9 +12,6 @@ JOINED: dict[str, int] = {
     "autograd functions of the model": 500,
     'batch norms that train: batch_norm="micro"': 441,
     "commands take --loss for a model that returns something else; typos told at once": 66,
-    "dims that forward takes for numbers: static, a trace a length": 242,
-    "dims that forward takes for numbers: static, a trace a length": 219,
-    "dims that forward takes for numbers: static, a trace a length": 222,
     "dims that forward takes for numbers: static, a trace a length": 220,
 }
 MOST = {
