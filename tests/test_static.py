@@ -212,7 +212,8 @@ def ready(mix, options):
 
 
 def over_ranks(rank, made):
-    compiled, alone = made.compile(), copy.deepcopy(made.model)
+    alone = copy.deepcopy(made.model)  # the model keeps the parameters of a rank alone
+    compiled = made.compile()
     data = [{n: t[0] for n, t in samples(size).items()} for size in (4, 9, 9, 4, 9)]
     loader = dcpc.DataLoader(data, compiled, samples_per_step=5, shuffle=False)
     return trained(compiled, loader, alone, data, lambda sample: 1).worst, compiled.report()
