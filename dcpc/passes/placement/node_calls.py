@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dcpc.ir import TensorInfo
+from dcpc.ops.routed import routed_flops
 from dcpc.passes.sharding.rule_types import OpSharding
 from dcpc.symbolic_profile.ops.elements import LOOKUPS, elementwise
 
@@ -49,6 +50,8 @@ def call_patterns(
     name = target._schema.name if isinstance(target, torch._ops.OpOverload) else str(target)
     if rule.is_view:
         found = [*_view(name, tensors)]
+    elif flops := routed_flops(target):
+        found = [*_routed(flops, tensors)]
     elif rule.multiplies:
         found = [*_product(name, rule, tensors)]
     else:
@@ -98,6 +101,16 @@ def _product(name: str, rule: OpSharding, tensors: Sequence[TensorInfo]) -> Iter
                 yield CallPattern("reduction", False, (i, out), 1.0)
             else:
                 yield CallPattern(op_class, False, every, product=1.0)
+
+
+def _routed(flops: float, tensors: Sequence[TensorInfo]) -> Iterator[CallPattern]:
+    """Yields the products of a region for its result's elements, and what it reads."""
+    out = len(tensors) - 1
+    products = CallPattern("matmul", True, (out,), flops)
+    read = CallPattern("copy", True, (*range(out),))
+    yield from (products, read)
+    if tensors[out].requires_grad:
+        yield from [each._replace(forward=False) for each in (products, read)] * 2
 
 
 def _elementwise(

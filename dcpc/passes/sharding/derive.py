@@ -34,6 +34,7 @@ from dcpc.passes.sharding.op_trial import (
     NotDerivedError,
     Trial,
     TrialSample,
+    apart,
     close,
 )
 from dcpc.passes.sharding.rule_types import Linear
@@ -194,8 +195,7 @@ class _Derivation:
         new = self.trial.run(operands, sample.sizes)
         if new is None or new.shape != sample.whole.shape:
             return None
-        both_nan = (new != new) & (sample.whole != sample.whole)
-        return (new != sample.whole) & ~both_nan
+        return apart(new, sample.whole, sample.whole.flatten(), self.trial.exact)
 
     def _choices(self, local: Local, e: int, taken: set[tuple[int, int]]) -> Iterator[Dims]:
         """Yields ways to take one dim of each operand that may correspond to an output dim."""

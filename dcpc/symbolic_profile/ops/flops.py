@@ -75,6 +75,8 @@ def _flops(
     if name in MATMULS:
         a = facts.of(argument(node, MATMULS[name]))[0]
         return "matmul", sympy.expand(2 * fresh[0].numel * a.shape[-1])
+    if name in GROUPED:
+        return "matmul", _grouped(node, facts, *GROUPED[name])
     registered = _registered(node, facts)
     if registered is not None:
         return "convolution" if "conv" in name else "matmul", registered
@@ -90,6 +92,20 @@ MATMULS = {
     "mm": "self", "bmm": "self", "addmm": "mat1", "baddbmm": "batch1", "_int_mm": "self",
     "mv": "self", "addmv": "mat", "dot": "self",
 }  # fmt: skip
+
+
+# Products of rows in groups, each with a matrix of its own -> their operands, and how many of them.
+GROUPED = {
+    "_grouped_mm": ("self", "mat2", 1), "grouped_mm_fallback": ("input", "weight", 1),
+    "grouped_mm_fallback_backward": ("input", "weight", 2),
+}  # fmt: skip
+
+
+def _grouped(node: fx.Node, facts: Facts, left: str, right: str, products: int) -> sympy.Expr:
+    """Returns the FLOPs wherever groups end: each row, or addend of a sum, is in one of them."""
+    a, b = (facts.of(argument(node, name))[0].shape for name in (left, right))
+    groups = a[0] if len(a) > len(b) else 1  # columns in groups: each has one of the left matrices
+    return sympy.expand(2 * products * sympy.Mul(*a) * b[-1] / groups)
 
 
 def _attention(node: fx.Node, facts: Facts, backward: bool) -> sympy.Expr:

@@ -16,6 +16,7 @@
     adaptive average pooling to one         ->  a mean (torch's kernel reads its result by strides)
     a reduced loss                          ->  one loss a row, and its reduction (losses.py)
     attention, fused or spelled out         ->  dcpc::attention (attention.py)
+    experts on tokens sorted by expert      ->  one call of a function of rows (routed.py)
 
 The means become sums over a **global** count, so that a sharded mean is a sum of pieces.
 """
@@ -32,6 +33,7 @@ from dcpc.trace.canonical.losses import LOSSES, join_row_losses
 from dcpc.trace.canonical.padded import padded_convolution
 from dcpc.trace.canonical.patches import patch_convolution
 from dcpc.trace.canonical.random import replace_random
+from dcpc.trace.canonical.routed import replace_routed
 from dcpc.trace.canonical.scans import cumprod_of_any_length
 from dcpc.trace.canonical.single_key import attention_of_one_key, narrow_projections
 from dcpc.trace.canonical.spellings import SPELLINGS, read_by_position, split_with_sizes
@@ -60,6 +62,8 @@ def canonicalise(gm: fx.GraphModule) -> None:
     replace_attention(gm.graph)
     gm.graph.eliminate_dead_code(is_impure_node=_keeps)
     narrow_projections(gm.graph)
+    replace_routed(gm.graph)
+    gm.graph.eliminate_dead_code(is_impure_node=_keeps)
     gm.graph.lint()
     gm.recompile()
 

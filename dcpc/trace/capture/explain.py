@@ -40,6 +40,7 @@ def explained(
             "control flow that depends on a tensor's values cannot be captured: rewrite it with "
             "torch.where / masking, or move it out of forward"
         )
+        hint = _experts(model) + hint
     elif "inconsistent min=" in text or "symbolically traced variables" in text:
         hint = (
             "torch cannot solve what forward computes of a size: use //, * and % of positive "
@@ -196,6 +197,23 @@ def _recurrent(model: nn.Module) -> str:
     return (
         f"torch captures a recurrent layer ({', '.join(found[:4])}) step by step, so for one "
         "length alone: give the dim it goes along as a number in the buckets' specs; else "
+    )
+
+
+def _experts(model: nn.Module) -> str:
+    """Returns the remedy for experts of transformers that run in a loop, as text; else ""."""
+
+    def loops(module: nn.Module) -> bool:
+        way = getattr(getattr(module, "config", None), "_experts_implementation", "")
+        return way == "eager" and hasattr(module, "_is_expert_parallel")
+
+    found = [name for name, module in model.named_modules() if loops(module)]
+    if not found:
+        return ""
+    return (
+        f"{', '.join(found[:2])}{', ...' if len(found) > 2 else ''} loops over the experts that "
+        'tokens chose, so run them as grouped products: model.set_experts_implementation("grouped_'
+        'mm"), or experts_implementation="grouped_mm" in from_pretrained or from_config; else '
     )
 
 

@@ -8,9 +8,11 @@ from dcpc.ir import Partition
 from dcpc.symbolic_profile import evaluator, profile_partition
 from dcpc.symbolic_profile.ops.facts import Facts
 from dcpc.symbolic_profile.ops.transients import transient_bytes
+from tests.cases.experts import Text
 from tests.cases.joint_graphs import (
     BATCH,
     SEQ,
+    capture,
     case,
     copy_nodes,
     measure_call,
@@ -35,6 +37,15 @@ def test_peak_is_the_allocators_at_untraced_lengths(model):
         # A convolution's bound has a part for each thread, which of one lies below the peak here.
         if model != "mixed" or torch.get_num_threads() == 1:
             assert predicted_bytes == pytest.approx(real_bytes, rel=1e-4), (batch, seq)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_peak_of_experts_is_the_allocators_whatever_tokens_choose(dtype):
+    experts = capture(Text(layers=1).to(dtype))
+    at = evaluator(profile_partition(experts.partition))
+    for batch, seq in POINTS[2:4]:
+        real_bytes = measured_peak_bytes(experts, batch, seq)
+        assert at.peak_bytes({"batch": batch, "seq": seq}) == pytest.approx(real_bytes, rel=1e-3)
 
 
 @pytest.mark.parametrize("model", MODELS)

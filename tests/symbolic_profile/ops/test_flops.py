@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers.integrations.moe  # noqa: F401 - registers a grouped product
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -62,6 +63,27 @@ def costs(function, *tensors):
     gm, facts = make_fx(function, tracing_mode="fake")(*tensors), Facts({})
     found = [cost_of(n, facts) for n in gm.graph.nodes if n.op == "call_function"]
     return [int(c.flops) for c in found if c is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_cost_what_a_product_of_each_row_costs(dtype):
+    x = torch.randn(24, 16, dtype=dtype).requires_grad_()
+    w = torch.randn(4, 8, 16, dtype=dtype).requires_grad_()
+    ids, offsets = torch.arange(24) // 7, torch.tensor([7, 14, 21, 24], dtype=torch.int32)
+    with FlopCounterMode(display=False) as counter:
+        y = torch.bmm(w[ids], x.unsqueeze(-1))
+        torch.autograd.grad(y.square().sum(), (x, w))
+    op = (
+        torch._grouped_mm if dtype == torch.bfloat16 else torch.ops.transformers.grouped_mm_fallback
+    )
+
+    def backward(x, w, offsets):
+        y = op(x, w.transpose(-1, -2), offsets)
+        return torch.autograd.grad(y.square().sum(), (x, w))
+
+    gm, facts = make_fx(backward, tracing_mode="fake")(x, w, offsets), Facts({})
+    found = [c for n in gm.graph.nodes if (c := cost_of(n, facts)) and c.op_class == "matmul"]
+    assert sum(int(c.flops) for c in found) == counter.get_total_flops()
 
 
 def test_view_costs_nothing():
