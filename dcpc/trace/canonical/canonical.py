@@ -16,7 +16,7 @@
     adaptive average pooling to one         ->  a mean (torch's kernel reads its result by strides)
     a reduced loss                          ->  one loss a row, and its reduction (losses.py)
     attention, fused or spelled out         ->  dcpc::attention (attention.py)
-    experts on tokens sorted by expert      ->  one call of a function of rows (routed.py)
+    experts on tokens sorted by expert      ->  one call of a function of rows (experts.py)
 
 The means become sums over a **global** count, so that a sharded mean is a sum of pieces.
 """
@@ -29,11 +29,11 @@ from torch import Tensor, fx
 
 from dcpc.trace.canonical.attention import replace_attention
 from dcpc.trace.canonical.editor import Editor
+from dcpc.trace.canonical.experts import replace_routed
 from dcpc.trace.canonical.losses import LOSSES, join_row_losses
 from dcpc.trace.canonical.padded import padded_convolution
 from dcpc.trace.canonical.patches import patch_convolution
 from dcpc.trace.canonical.random import replace_random
-from dcpc.trace.canonical.routed import replace_routed
 from dcpc.trace.canonical.scans import cumprod_of_any_length
 from dcpc.trace.canonical.single_key import attention_of_one_key, narrow_projections
 from dcpc.trace.canonical.spellings import SPELLINGS, read_by_position, split_with_sizes

@@ -13,7 +13,6 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
-import networkx as nx
 import sympy
 import torch
 from torch import Tensor, fx
@@ -31,24 +30,27 @@ def replace_routed(graph: fx.Graph) -> None:
     sorts = [node for node in graph.nodes if node.target in _SORTS]
     if not sorts or not any(map(_multiplies, graph.nodes)):
         return
-    (output,) = graph.find_nodes(op="output")
-    flow = nx.DiGraph((user, node) for node in graph.nodes for user in node.users)
-    after = nx.immediate_dominators(flow, output)
     for sort in sorts:
         rows = _rows(sort)
-        if sort not in after or rows.is_Integer:
+        if rows.is_Integer:
             continue
-        later = _chain(sort, after)
-        last = next((n for n in later if _size(n) == rows and n.meta["val"].ndim > 1), None)
+        met = (n for n in _met(sort) if _size(n) == rows)
+        last = next((n for n in met if n.meta["val"].ndim > 1), None)
         if last is not None:
             _replace(graph, sort, last, rows)
 
 
-def _chain(node: fx.Node, after: dict[fx.Node, fx.Node]) -> Iterator[fx.Node]:
-    """Yields the nodes that every path from a node to the output passes, the nearest first."""
-    while after.get(node, node) is not node:
-        node = after[node]
-        yield node
+def _met(source: fx.Node) -> Iterator[fx.Node]:
+    """Yields the nodes that every path from a node passes, the nearest first."""
+    reached, on_the_way, node = {source}, len(source.users), source.next
+    while node.op != "output":
+        ends = sum(given in reached for given in node.all_input_nodes)
+        if ends:
+            reached.add(node)
+            if ends == on_the_way:
+                yield node
+            on_the_way += len(node.users) - ends
+        node = node.next
 
 
 def _replace(graph: fx.Graph, sort: fx.Node, last: fx.Node, rows: sympy.Expr) -> None:
@@ -104,7 +106,8 @@ def _body(
 
     for node in calls:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), local)
-        made[node] = body.call_function(node.target, args, kwargs)
+        target: Any = node.target
+        made[node] = body.call_function(target, args, kwargs)
     body.output(made[last])
     return None if foreign else body
 
@@ -140,8 +143,9 @@ def _rows(sort: fx.Node) -> sympy.Expr:
 
 def _size(node: fx.Node) -> sympy.Expr:
     value = node.meta.get("val")
-    has = isinstance(value, Tensor) and value.ndim
-    return _expr(value.shape[0]) if has else sympy.Integer(-1)
+    if not isinstance(value, Tensor) or not value.ndim:
+        return sympy.Integer(-1)
+    return _expr(value.shape[0])
 
 
 def _expr(size: Any) -> sympy.Expr:
