@@ -55,7 +55,7 @@ def routed_flops(op: object) -> float:
 
 
 def as_tried(op: Any, divisor: int, wide: bool) -> Callable[..., Any]:
-    """Returns the function that a trial runs for an op: of a region the graph with its numbers changed alike.
+    """Returns the function that a trial runs: of a region its graph, with numbers changed alike.
 
     Args:
         op: any op.
