@@ -4,9 +4,10 @@
 """
 
 from tests.zoo.diffusion import DIFFUSION
+from tests.zoo.experts import EXPERTS
 from tests.zoo.hybrids import HYBRIDS
 from tests.zoo.media import SPEECH, VISION
 from tests.zoo.models import ZooModel
 from tests.zoo.text import TEXT_MODELS
 
-MORE: dict[str, ZooModel] = {**TEXT_MODELS, **SPEECH, **VISION, **DIFFUSION, **HYBRIDS}
+MORE: dict[str, ZooModel] = {**TEXT_MODELS, **EXPERTS, **SPEECH, **VISION, **DIFFUSION, **HYBRIDS}

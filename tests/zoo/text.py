@@ -80,17 +80,6 @@ TEXT_MODELS: dict[str, ZooModel] = {
     "Phi": language_model("Phi", **common()),
     "Phi3": language_model("Phi3", **grouped()),
     "Qwen3": language_model("Qwen3", **common(num_key_value_heads=2, head_dim=8)),
-    "Qwen3Moe": language_model(
-        "Qwen3Moe",
-        **common(
-            num_key_value_heads=2,
-            head_dim=8,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-        ),
-    ),
-    "Mixtral": language_model("Mixtral", **common(num_key_value_heads=2, num_local_experts=4)),
     "OPT": language_model(
         "OPT",
         vocab_size=64,
