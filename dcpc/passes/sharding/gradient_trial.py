@@ -72,13 +72,13 @@ def _is_whole(
     trial: Trial, parts: dict[int, list[Tensor]], whole: list[Tensor], cut: dict[int, int]
 ) -> bool:
     for i, want in enumerate(whole):
-        scale = want
+        scale = want.abs()
         if i in cut:
             got = torch.cat(parts[i], cut[i])
         else:
             got = torch.stack(parts[i]).sum(0)
             scale = torch.stack(parts[i]).abs().sum(0)
-            scale = scale + scale.max() / 100 if scale.numel() else scale
+        scale = scale + scale.max() / 100 if scale.numel() else scale
         if not close(got, want, scale, trial.exact):
             return False
     return True
