@@ -25,7 +25,7 @@ NMS = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def timm() -> Any:
-    """timm, beside a CPU build of torch, too: there torchvision's kernels do not load.
+    """Returns timm, beside a CPU build of torch, too: there torchvision's kernels do not load.
 
     It stops at the shapes of two ops that are then unknown. They are declared; no model calls them.
     """
@@ -120,6 +120,8 @@ TIMM: dict[str, ZooModel] = {
     "MobileViT": classifier("mobilevitv2_050", 64),
     "EdgeNeXt": classifier("edgenext_xx_small", 64),
 }
+if importlib.util.find_spec("timm"):
+    timm()  # before transformers imports torchvision, which stops it, too
 LEFT_OUT = () if importlib.util.find_spec("timm") else tuple(TIMM)
 HYBRIDS = {
     "Conformer": _audio(groups=False),
