@@ -79,13 +79,13 @@ def plan_stages(
         PlanError: no cut fits, or the traces cannot be cut into so many stages at the same places.
     """
     own = [[b for b in mixture if b.trace == t] for t in range(len(runnables))]
-    ones = [runnable.traced.program.fixed for runnable in runnables]
+    fixed = [runnable.traced.program.fixed for runnable in runnables]
     traces = [runnable.traced for runnable in runnables]
     dims = [mixture_dims(v.program, buckets) for v, buckets in zip(traces, own, strict=True)]
     chains = [chain_of(v.program, each) for v, each in zip(traces, dims, strict=True)]
     places = common_borders(traces, chains, dims)
     if all_devices and places.most_stages < len(devices):
-        raise _too_few(places.most_stages, len(devices), ones)
+        raise _too_few(places.most_stages, len(devices), fixed)
     pairs = zip(runnables, chains, strict=True)
     costs = [ProgramCosts(runnable, chain, sp) for runnable, chain in pairs]
     counts = Counter(devices)
@@ -101,7 +101,7 @@ def plan_stages(
             for t, (v, chain) in enumerate(zip(traces, chains, strict=True))
         ]
         stages = tuple(
-            ModelStage(dict(zip(ones, each, strict=True))) for each in zip(*programs, strict=True)
+            ModelStage(dict(zip(fixed, each, strict=True))) for each in zip(*programs, strict=True)
         )
         fitted = [
             _fitted(stage, kinds[k], mixture) for stage, k in zip(stages, cut.kinds, strict=True)
@@ -122,18 +122,18 @@ def plan_stages(
     )
 
 
-def _too_few(most: int, stages: int, ones: Sequence[Fixed]) -> PlanError:
+def _too_few(most: int, stages: int, fixed: Sequence[Fixed]) -> PlanError:
     """Returns the error that a model has too few places where all of its traces may be cut."""
-    if len(ones) == 1:
+    if len(fixed) == 1:
         return PlanError(
             f"stages: got a model that can be cut into {most} blocks at most; expected one for "
             f"each of {stages} stages; take fewer stages"
         )
     kinds = " | ".join(
-        ", ".join(f"{n} {size}" for n, size in sorted(each)) or "no dim" for each in ones
+        ", ".join(f"{n} {size}" for n, size in sorted(each)) or "no dim" for each in fixed
     )
     return PlanError(
-        f"stages: got buckets that need {len(ones)} traces, as other dims are numbers in them "
+        f"stages: got buckets that need {len(fixed)} traces, as other dims are numbers in them "
         f"({kinds}), and {most} parts at most into which all of these can be cut between the same "
         f"parameters; expected one for each of {stages} stages; take fewer stages, or leave out "
         "the buckets of a trace"

@@ -22,7 +22,7 @@ from torch import fx
 
 from dcpc.errors import TraceError
 from dcpc.ops.attention import accumulated, hides
-from dcpc.trace.canonical.editor import Editor
+from dcpc.trace.canonical.editor import Editor, expression
 
 aten = torch.ops.aten
 
@@ -476,12 +476,8 @@ def _same_size(a: fx.Node, b: fx.Node, d: int) -> bool:
 
 
 def _same_expr(size: Any, x: fx.Node, d: int) -> bool:
-    return bool(_expr(size) == _expr(x.meta["val"].shape[d]))
+    return bool(expression(size) == expression(x.meta["val"].shape[d]))
 
 
 def _same_shape(a: fx.Node, b: fx.Node) -> bool:
-    return list(map(_expr, a.meta["val"].shape)) == list(map(_expr, b.meta["val"].shape))
-
-
-def _expr(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size
+    return list(map(expression, a.meta["val"].shape)) == list(map(expression, b.meta["val"].shape))

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
@@ -87,6 +88,11 @@ def _evaluated(node: fx.Node) -> Any:
             return target(*args, **kwargs)
         with mode:
             return target(*args, **kwargs)
+
+
+def expression(size: int | torch.SymInt) -> sympy.Expr:
+    """Returns a size as sympy has it."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
 def _value(arg: Any) -> Any:

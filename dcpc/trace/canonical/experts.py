@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from dcpc.ops.routed import routed_op
-from dcpc.trace.canonical.editor import Editor
+from dcpc.trace.canonical.editor import Editor, expression
 
 aten = torch.ops.aten
 _SORTS = (aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
@@ -78,7 +78,9 @@ def _replace(graph: fx.Graph, sort: fx.Node, last: fx.Node, rows: sympy.Expr) ->
     ordered = [n for n in graph.nodes if n in operands]
     body = _body([n for n in graph.nodes if n in inside], ordered, last, rows)
     if body is not None:
-        flops = sympy.Add(*map(_flops, inside)) / sympy.Mul(*map(_expr, last.meta["val"].shape))
+        flops = sympy.Add(*map(_flops, inside)) / sympy.Mul(
+            *map(expression, last.meta["val"].shape)
+        )
         op = routed_op(body, float(sympy.simplify(flops)))
         last.replace_all_uses_with(Editor(last).call(op, *ordered))
 
@@ -97,7 +99,7 @@ def _body(
         nonlocal foreign
         if node in made:
             return made[node]
-        size = _expr(node.meta["val"])
+        size = expression(node.meta["val"])
         times = size if size.is_Integer else sympy.simplify(size / rows)
         foreign |= not times.is_Integer
         if foreign or size.is_Integer:
@@ -128,7 +130,7 @@ def _flops(node: fx.Node) -> sympy.Expr:
     if not _multiplies(node):
         return sympy.Integer(0)
     x: Any = node.args[0]
-    return 2 * sympy.Mul(*map(_expr, (*x.meta["val"].shape, node.meta["val"].shape[-1])))
+    return 2 * sympy.Mul(*map(expression, (*x.meta["val"].shape, node.meta["val"].shape[-1])))
 
 
 def _rows(sort: fx.Node) -> sympy.Expr:
@@ -145,8 +147,4 @@ def _size(node: fx.Node) -> sympy.Expr:
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not value.ndim:
         return sympy.Integer(-1)
-    return _expr(value.shape[0])
-
-
-def _expr(size: Any) -> sympy.Expr:
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+    return expression(value.shape[0])

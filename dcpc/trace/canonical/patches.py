@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dcpc.trace.canonical.editor import Editor
+from dcpc.trace.canonical.editor import Editor, expression
 
 aten = torch.ops.aten
 
@@ -82,11 +82,7 @@ def _cut(edit: Editor, source: fx.Node, dim: int, count: Any, k: int) -> fx.Node
     """Drops the positions after the last whole window of a dim."""
     size = source.meta["val"].shape[dim]
     covered = (count.meta["val"] if isinstance(count, fx.Node) else count) * k
-    if _expression(covered) == _expression(size):
+    if expression(covered) == expression(size):
         return source
     stop = count * k if isinstance(count, int) else edit.call(operator.mul, count, k)
     return edit.call(aten.slice.Tensor, source, dim, 0, stop)
-
-
-def _expression(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from dcpc.errors import TraceError
-from dcpc.trace.canonical.editor import Editor
+from dcpc.trace.canonical.editor import Editor, expression
 
 aten = torch.ops.aten
 
@@ -268,8 +268,7 @@ def _memory_order(node: fx.Node) -> list[int] | None:
         return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
     def same(a: Any, b: Any) -> bool:  # torch writes a number of bytes as a sum
-        a, b = (n.node.expr if isinstance(n, torch.SymInt) else n for n in (a, b))
-        return bool(sympy.expand(a - b) == 0)
+        return bool(sympy.expand(expression(a) - expression(b)) == 0)
 
     dims = range(value.ndim)
     order = sorted(dims, key=lambda d: (-number(value.stride(d)), -number(value.shape[d])))
