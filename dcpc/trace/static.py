@@ -23,6 +23,19 @@ from dcpc.trace.loss import Loss
 MOST_STATIC_TRACES = 32
 
 
+def trace_all(
+    model: nn.Module, buckets: Buckets, autocast: torch.dtype | None, loss: Loss | None
+) -> tuple[Buckets, list[Program]]:
+    """Returns a program of each trace of `buckets`, and these with the dims that must be static.
+
+    Args and errors are those of `trace_static`.
+    """
+    try:
+        return buckets, [trace(model, b, autocast, loss) for b in buckets.by_trace().values()]
+    except SizeError as refused:
+        return trace_static(model, buckets, autocast, loss, refused)
+
+
 def trace_static(
     model: nn.Module,
     buckets: Buckets,
@@ -66,13 +79,17 @@ def trace_static(
             found = {**error.dims, **found}
             waiting.appendleft(names | error.dims.keys())
         else:
-            notes = [_note(n, mine) for n in mine.static]
+            notes = static_notes(mine)
             return mine, [replace(p, notes=(*notes, *p.notes)) for p in programs]
     raise TraceError(str(refused)) from refused
 
 
+def static_notes(buckets: Buckets) -> list[str]:
+    """Returns the report's line about each static dim."""
+    return [_note(name, buckets) for name in buckets.static]
+
+
 def _note(name: str, buckets: Buckets) -> str:
-    """Returns the report's line about a static dim."""
     what = f"dim '{name}' is static, as forward takes it for a number{buckets.static[name]}: "
     if name == BATCH:
         return f"{what}every micro-batch has one sample"

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from importlib import import_module
 
 import torch
@@ -28,8 +29,8 @@ def table(which: str) -> Mapping[str, ZooModel]:
     return found
 
 
-def prepared(model: ZooModel, sp: int, ways: Sequence[str]) -> Prepared | Verdict:
-    """Returns one model traced, placed and lowered for a group of `sp` ranks."""
+def prepared(model: ZooModel, sp: int, ways: Sequence[str]) -> list[Prepared | Verdict]:
+    """Returns one model's traces, placed and lowered for a group of `sp` ranks."""
     return prepare(
         model.make,
         model.buckets,
@@ -60,14 +61,39 @@ def judged(
     # Autograd starts a thread for each GPU, and a process that has some cannot be forked.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     DEPTH["layers"] = layers
-    model = prepared(table(which)[name], sp, ways)
-    if isinstance(model, Verdict):
-        return model
-    found = _by_ranks(model, sp, timeout_s)
+    return together([_judged(one, sp, timeout_s) for one in prepared(table(which)[name], sp, ways)])
+
+
+def _judged(trace: Prepared | Verdict, sp: int, timeout_s: float) -> Verdict:
+    if isinstance(trace, Verdict):
+        return trace
+    found = _by_ranks(trace, sp, timeout_s)
     if found.may_be_rounding:
-        model.lift()
-        found = _by_ranks(model, sp, timeout_s)
+        trace.lift()
+        found = _by_ranks(trace, sp, timeout_s)
     return found
+
+
+def together(traces: Sequence[Verdict]) -> Verdict:
+    """Returns the verdict on all traces of a model: the worst trace's, with all differences."""
+    worst = max(traces, key=lambda v: (bool(v.error), -_share(v), v.limit))
+    ways = {way for v in traces for way in v.lowerings}
+    return replace(
+        worst,
+        trace_s=sum(v.trace_s for v in traces),
+        symbolic=tuple(dict.fromkeys(n for v in traces for n in v.symbolic)),
+        fixed=tuple(dict.fromkeys(n for v in traces for n in v.fixed)),
+        differences=tuple(d for v in traces for d in v.differences),
+        lifted=tuple(d for v in traces for d in v.lifted or v.differences)
+        if any(v.lifted for v in traces)
+        else (),
+        skipped=tuple(text for v in traces for text in v.skipped),
+        lowerings={w: tuple(d for v in traces for d in v.lowerings.get(w, ())) for w in ways},
+    )
+
+
+def _share(verdict: Verdict) -> float:
+    return 1.0 if verdict.coverage is None else verdict.coverage.sharded_share
 
 
 def _by_ranks(model: Prepared, sp: int, timeout_s: float) -> Verdict:

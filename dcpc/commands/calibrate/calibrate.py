@@ -39,6 +39,7 @@ from dcpc.symbolic_profile import (
 )
 from dcpc.trace import autocast_dtype, casting, checked_dtype
 from dcpc.trace.loss import Loss
+from dcpc.trace.static import trace_all
 from dcpc.verify.inputs import Example, example_inputs
 
 Inputs = Mapping[str, Tensor]
@@ -85,11 +86,10 @@ def calibrate(
     groups = Groups.default(group=group, device=at)
     autocast = checked_dtype(autocast or autocast_dtype(at.type))
     device = find("cpu") if at.type == "cpu" and torch.cuda.is_available() else detect()
+    buckets, programs = trace_all(model, buckets, autocast, loss)
     traces = []
-    for mine in buckets.by_trace().values():
-        made = traced(
-            model, mine, device, backend, autocast=autocast, derive_rules=False, loss=loss
-        )
+    for mine, program in zip(buckets.by_trace().values(), programs, strict=True):
+        made = traced(model, mine, device, backend, derive_rules=False, program=program)
         traces.append((mine, Runnable(made)))
     share_s = budget_s if groups.world == 1 else budget_s * (1 - LINKS)
     with casting(at.type, None):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dcpc.buckets import BATCH, Buckets, Sizes
-from dcpc.commands.check.verdict import Verdict, examine, shapes_of
+from dcpc.commands.check.verdict import Verdict, compare, prepare
 from dcpc.commands.shared.factories import load_example, load_loss, load_model, with_loss
 from dcpc.errors import BucketError, PlanError
 from dcpc.plan.progress import during
@@ -52,7 +52,7 @@ def check_model(request: CheckRequest, timeout_s: float) -> tuple[str, bool]:
     Raises:
         DcpcError: the file, the factory or a shape is wrong, or a rank failed or did not end.
     """
-    _shapes(request, Buckets.from_yaml(request.file), RANKS_ALONE)  # before any rank starts
+    _shapes(request, Buckets.from_yaml(request.file))  # before any rank starts
     with during(f"make {request.factory}"):
         load_model(request.factory)
     load_loss(request.loss)
@@ -84,29 +84,23 @@ def on_rank(rank: int, request: CheckRequest) -> list[Verdict]:
     def make() -> nn.Module:
         return with_loss(load_model(request.factory), loss, buckets.inputs)
 
-    both = ("none", "all")
-    found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is replicated is in the verdict
-        for mine in buckets.by_trace().values():
-            shapes = _shapes(request, mine, sp)
-            if shapes:
-                way = request.attention
-                found.append(
-                    examine(make, mine, shapes, example=example, recomputes=both, attention=way)
-                )
-    return found
+        each = prepare(
+            make, buckets, _shapes(request, buckets), sp, example=example,
+            recomputes=("none", "all"), attention=(request.attention,),
+        )  # fmt: skip
+        return [one if isinstance(one, Verdict) else compare(one) for one in each]
 
 
-def _shapes(request: CheckRequest, buckets: Buckets, sp: int) -> Sequence[Sizes]:
-    """Returns the shapes to compare at: those asked for that these buckets' trace is for.
+def _shapes(request: CheckRequest, buckets: Buckets) -> Sequence[Sizes]:
+    """Returns the shapes to compare at, as asked for.
 
     Raises:
         BucketError: a shape has other dims, or a length outside of the buckets'.
     """
-    if not request.at:
-        return shapes_of(buckets, sp)
     found = []
+    ranges = {n: buckets.range_of(n) for n in buckets.names if n != BATCH}
     for given in request.at:
         sizes = {BATCH: 1, **given} if BATCH in buckets.names else dict(given)
         if sizes.keys() != set(buckets.names):
@@ -114,15 +108,13 @@ def _shapes(request: CheckRequest, buckets: Buckets, sp: int) -> Sequence[Sizes]
                 f"got --at {dict(given)}; expected a length for each of "
                 f"{', '.join(n for n in buckets.names if n != BATCH)}; correct it"
             )
-        ranges = {n: buckets.range_of(n) for n in sizes if n != BATCH}
-        if all(low <= sizes[n] <= high for n, (low, high) in ranges.items()):
-            found.append(sizes)
-        elif len(buckets.by_trace()) == 1:
+        if any(not low <= sizes[n] <= high for n, (low, high) in ranges.items()):
             known = ", ".join(f"{n} {low} to {high}" for n, (low, high) in ranges.items())
             raise BucketError(
                 f"got --at {dict(given)}; expected lengths within the buckets' ({known}); "
                 "correct it, or add a bucket"
             )
+        found.append(sizes)
     return found
 
 
@@ -139,6 +131,7 @@ def _lines(v: Verdict) -> Iterator[str]:
         yield v.error
         return
     yield f"traced in {v.trace_s:.1f} s: {v.nodes} values; symbolic: {', '.join(v.symbolic) or '-'}"
+    yield from v.static
     if v.coverage is not None:
         c = v.coverage
         yield (

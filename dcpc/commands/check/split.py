@@ -39,6 +39,9 @@ SPLITTING = Device(
     across=Link(0.0, 1e15),
 )
 
+# Batch norms that stay in train().
+NORMS = MicroStatistics(None)
+
 
 class SplitModel:
     """A model traced once and run by its variants over a group, without planning.
@@ -55,6 +58,7 @@ class SplitModel:
         backend: str = "eager",
         sp: int | None = None,
         attention: str = "auto",
+        program: Program | None = None,
     ) -> None:
         """Traces and places.
 
@@ -65,12 +69,12 @@ class SplitModel:
             backend: "eager" or "inductor".
             sp: ranks of the group; default: all there are.
             attention: way to split attention, see `passes/sharding/attention_ways.py`.
+            program: program of the model, if it is already traced.
         """
         self.model = model
         self.sp = sp or (dist.get_world_size() if dist.is_initialized() else 1)
         start_s = time.perf_counter()
-        norms = MicroStatistics(None)  # batch norms that stay in train()
-        self._all = traced(model, buckets, SPLITTING, backend, loss=norms)
+        self._all = traced(model, buckets, SPLITTING, backend, loss=NORMS, program=program)
         self.trace_s = time.perf_counter() - start_s
         self.program: Program = self._all.program
         self.nodes = {n.name: n for n in self.program.gm.graph.nodes}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -13,15 +14,17 @@ from torch import nn
 
 from dcpc.buckets import BATCH, Buckets, Sizes
 from dcpc.commands.check.coverage import Coverage, coverage
-from dcpc.commands.check.split import SplitModel
-from dcpc.errors import DcpcError, TraceError
+from dcpc.commands.check.split import NORMS, SplitModel
+from dcpc.errors import BucketError, DcpcError, TraceError
 from dcpc.fx.garbage import without_collection
+from dcpc.trace.static import static_notes, trace_all
 from dcpc.verify.exactness import EXACT, ROUNDINGS, Difference
 from dcpc.verify.float64 import LOW, InFloat64
 from dcpc.verify.inputs import Example, example_inputs, float64_specs
 from dcpc.verify.reference import plain
 
 LEAST_SHARE = 0.95
+MOST_RANGES = 6  # of lengths that an error shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class Verdict:
         skipped: shapes that the plain model refuses, with its error.
         error: error of dcpc or of the model; "" if there is none.
         lowerings: differences by each further lowering of attention.
+        static: the report's line about each static dim.
     """
 
     sp: int
@@ -59,6 +63,7 @@ class Verdict:
     skipped: tuple[str, ...] = ()
     error: str = ""
     lowerings: Mapping[str, tuple[Difference, ...]] = field(default_factory=dict)
+    static: tuple[str, ...] = ()
 
     @property
     def worst(self) -> float:
@@ -126,7 +131,7 @@ class Prepared:
 
     Attributes:
         model: the model, in float64 and in eval().
-        buckets: buckets of the model, floating inputs in float64.
+        buckets: buckets of the trace, floating inputs in float64.
         split: trace and placement of the model.
         large: the shape the placement was made for.
         shapes: shapes to compare.
@@ -162,29 +167,6 @@ class Prepared:
         return self.wide
 
 
-def examine(
-    make: Callable[[], nn.Module],
-    buckets: Buckets,
-    shapes: Sequence[Sizes],
-    *,
-    example: Example | None = None,
-    recomputes: Sequence[str] = ("none",),
-    attention: str = "auto",
-) -> Verdict:
-    """Returns the verdict on one model; every rank of the group calls this with the same model."""
-    sp = dist.get_world_size() if dist.is_initialized() else 1
-    found = prepare(
-        make,
-        buckets,
-        shapes,
-        sp,
-        example=example,
-        recomputes=recomputes,
-        attention=(attention,),
-    )
-    return found if isinstance(found, Verdict) else compare(found)
-
-
 @without_collection()
 def prepare(
     make: Callable[[], nn.Module],
@@ -196,38 +178,77 @@ def prepare(
     example: Example | None = None,
     recomputes: Sequence[str] = ("none",),
     attention: Sequence[str] = ("auto",),
-) -> Prepared | Verdict:
-    """Returns a model ready to be compared, or the verdict that it cannot be; needs no group.
+) -> list[Prepared | Verdict]:
+    """Returns a model ready to be compared, or the verdict that it cannot be, for each trace.
+
+    Needs no group. Traces for which `shapes` has none are left out.
 
     Args:
         make: function that returns the model; it is brought to float64 and put into eval(), as
             random numbers cannot be compared.
-        buckets: inputs and sizes; no dim is 1 in some of the sizes only.
-        shapes: shapes at which loss and gradients are compared.
+        buckets: inputs and sizes.
+        shapes: shapes at which loss and gradients are compared; (): those of `shapes_of`.
         sp: ranks of the group.
-        large: the shape whose placement is used and whose FLOPs are counted; default: the largest
-            of `shapes`.
+        large: the shape whose placement is used and whose FLOPs are counted, in the traces that
+            hold it; default, and in others: the largest of `shapes`.
         example: function that makes inputs, see `verify.inputs.example_inputs`.
         recomputes: "none" and "all", or one of them.
         attention: way to split attention, see `passes/sharding/attention_ways.py`; after it other
             lowerings to compare, where some attention allows them.
     """
+    start_s = time.perf_counter()
     try:
         torch.manual_seed(0)
         model = make().double().eval()
-        wide = float64_specs(buckets)
-        taken, skipped = _taken(model, wide, shapes, example)
-        at = large or _largest(shapes)
-        split = SplitModel(model, wide, at, sp=sp, attention=attention[0])
-        _refuse_draws(split)
-        ways = [way for way in split.lowerings() if way in attention[1:]]
-        others = {way: split.of("eager", sp, way) for way in ways}
-        for sizes, recompute, each in product(taken, recomputes, (split, *others.values())):
-            each.ready(sizes, recompute)
-        tried = tuple(recomputes)
-        return Prepared(model, wide, split, at, taken, skipped, example, tried, others=others)
+        every, programs = trace_all(model, float64_specs(buckets), None, NORMS)
+        _refuse_other_lengths(every, shapes)
     except DcpcError as error:
-        return Verdict(sp, error=f"{type(error).__name__}: {error}")
+        return [Verdict(sp, error=f"{type(error).__name__}: {error}")]
+    each_s = (time.perf_counter() - start_s) / len(programs)
+    found: list[Prepared | Verdict] = []
+    for (fixed, mine), program in zip(every.by_trace().items(), programs, strict=True):
+        one = {BATCH: 1} if BATCH in every.static else {}
+        own = [{**s, **one} for s in shapes or shapes_of(mine, sp) if every.fixed(s) == fixed]
+        if not own:
+            continue
+        at = {**large, **one} if large and every.fixed(large) == fixed else _largest(own)
+        try:
+            taken, skipped = _taken(model, mine, own, example)
+            split = SplitModel(model, mine, at, sp=sp, attention=attention[0], program=program)
+            split.trace_s += each_s
+            _refuse_draws(split)
+            ways = [way for way in split.lowerings() if way in attention[1:]]
+            others = {way: split.of("eager", sp, way) for way in ways}
+            for sizes, recompute, each in product(taken, recomputes, (split, *others.values())):
+                each.ready(sizes, recompute)
+        except DcpcError as error:
+            found.append(Verdict(sp, error=f"{type(error).__name__}: {error}"))
+        else:
+            tried = tuple(recomputes)
+            found.append(
+                Prepared(model, mine, split, at, taken, skipped, example, tried, others=others)
+            )
+    return found
+
+
+def _refuse_other_lengths(buckets: Buckets, shapes: Sequence[Sizes]) -> None:
+    """Raises a BucketError where no trace is for a shape's lengths."""
+    traces = buckets.by_trace()
+    ranges = {f: {n: b.range_of(n) for n in b.names if n != BATCH} for f, b in traces.items()}
+    for sizes in shapes:
+        of = ranges.get(buckets.fixed(sizes))
+        if of is None or any(not low <= sizes[n] <= high for n, (low, high) in of.items()):
+            every = [
+                ", ".join(f"{n} {low}" if low == high else f"{n} {low} to {high}"
+                          for n, (low, high) in each.items())
+                for each in ranges.values()
+            ]  # fmt: skip
+            more = f"; {len(every) - MOST_RANGES} more" * (len(every) > MOST_RANGES)
+            raise BucketError(
+                f"got the shape {dict(sizes)} to compare at; expected lengths that one trace of "
+                f"the buckets is for ({'; '.join(every[:MOST_RANGES])}{more}); compare at "
+                "another, or add a bucket"
+            )
 
 
 def compare(prepared: Prepared, lift: bool = True) -> Verdict:
@@ -250,7 +271,7 @@ def compare(prepared: Prepared, lift: bool = True) -> Verdict:
         lowerings = {way: tuple(_differences(other, prepared)) for way, other in ways}
     except DcpcError as error:
         return Verdict(split.sp, error=f"{type(error).__name__}: {error}")
-    dims = [n for n in buckets.names if n in split.program.symbols]
+    dims = [n for n in buckets.names if n in split.program.symbols and n not in buckets.static]
     inputs = [split.program.info[n] for n in split.program.inputs]
     free = {str(s) for tensor in inputs for size in tensor.shape for s in size.free_symbols}
     return Verdict(
@@ -259,6 +280,7 @@ def compare(prepared: Prepared, lift: bool = True) -> Verdict:
         nodes=len(split.program.info),
         symbolic=tuple(n for n in dims if n in free),
         fixed=tuple(n for n in dims if n not in free and buckets.range_of(n)[1] > 1),
+        static=tuple(static_notes(buckets)),
         coverage=coverage(split) if split.sp > 1 else None,
         differences=differences,
         low="" if low is None else str(low).removeprefix("torch."),

@@ -1,5 +1,7 @@
 """`dcpc check`: what it says of a good model, and that it says so of a bad one."""
 
+from dataclasses import replace
+
 import pytest
 from typer.testing import CliRunner
 
@@ -51,6 +53,23 @@ def test_bad_models_are_refused_and_the_reason_is_named(file):
         assert wrong.worst > 1e-3
         assert any("differs from the plain model" in p for p in wrong.problems())
         assert "draws random numbers also in eval()" in drawing.error
+
+
+def test_static_dims_have_a_verdict_for_each_length(file):
+    request = CheckRequest(f"{MODELS}:loop", file, example=f"{MODELS}:ids")
+    found = on_rank(0, request)
+    assert [[d.sizes for d in v.differences] for v in found] == [
+        [{"batch": 1, "seq": 8}] * 2,
+        [{"batch": 1, "seq": 32}] * 2,
+    ]
+    assert all(v.accepted and v.worst < 1e-14 for v in found)
+    text = verdicts_text(request, found)
+    assert text.count("dim 'seq' is static, as forward takes it for a number at ") == 2
+    assert "every micro-batch has one sample" in text
+    (other,) = on_rank(0, replace(request, at=({"seq": 9},)))
+    assert "one trace of the buckets is for (seq 8; seq 32); compare at another" in other.error
+    (one,) = on_rank(0, replace(request, at=({"seq": 32, "batch": 3},)))
+    assert one.differences[0].sizes == {"batch": 1, "seq": 32}
 
 
 def test_text_says_what_is_wrong(file):

@@ -80,6 +80,28 @@ class Dropped(nn.Module):
         return nn.functional.dropout(x, 0.5, training=True)
 
 
+class Loop(nn.Module):
+    """A loop over the length, and a list as long as the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.step, self.classes = (
+            nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16)
+        )  # fmt: skip
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden, states = self.embed(input_ids), []
+        state = torch.stack([hidden[0, 0] * 0 for _ in [0] * input_ids.shape[0]])
+        for t in range(input_ids.shape[1]):
+            state = torch.tanh(self.step(hidden[:, t] + state))
+            states.append(self.classes(state))
+        return nn.functional.cross_entropy(torch.cat(states), labels.T.flatten())
+
+
+def loop() -> nn.Module:
+    return Loop()
+
+
 def good() -> nn.Module:
     return Tiny(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1)))
 
