@@ -12,7 +12,7 @@ JOINED: dict[str, int] = {
     "autograd functions of the model": 500,
     'batch norms that train: batch_norm="micro"': 441,
     "commands take --loss for a model that returns something else; typos told at once": 66,
-    "dims that forward takes for numbers: static, a trace a length": 220,
+    "dims that forward takes for numbers: static, a trace a length; so in check, calibrate": 256,
     "mixtures of experts: grouped products priced, each rank sorts its own tokens": 295,
 }
 MOST = {

@@ -220,6 +220,12 @@ class Buckets:
         named = ((n, size) for n, size in sizes.items() if n != BATCH)
         return frozenset((n, size) for n, size in named if size == 1 or n in self.static)
 
+    def traces(self, sizes: Sizes) -> bool:
+        """Whether the trace of these buckets, which share one, is for some lengths."""
+        ranges = {n: self.range_of(n) for n in self.names if n != BATCH}
+        within = all(low <= sizes[n] <= high for n, (low, high) in ranges.items())
+        return within and self.fixed(sizes) in self.by_trace()
+
     def with_static(self, static: Mapping[str, str]) -> "Buckets":
         """Returns the buckets with other dims static; with `batch` each has micro-batches of 1."""
         batch = {BATCH: 1} if BATCH in static else {}

@@ -24,7 +24,7 @@ from dcpc.verify.inputs import Example, example_inputs, float64_specs
 from dcpc.verify.reference import plain
 
 LEAST_SHARE = 0.95
-MOST_RANGES = 6  # of lengths that an error shows
+MOST_SHAPES = 6  # that an error shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +161,14 @@ class Prepared:
             model = InFloat64(self.model)
             self.wide = SplitModel(model, self.buckets, self.large, sp=sp, attention=attention)
             self.others = {way: self.wide.of("eager", sp, way) for way in self.others}
-            every = (self.wide, *self.others.values())
-            for sizes, recompute, split in product(self.shapes, self.recomputes, every):
-                split.ready(sizes, recompute)
+            self.ready()
         return self.wide
+
+    def ready(self) -> None:
+        """Compiles the variants of the trace that is compared next."""
+        every = (self.wide or self.split, *self.others.values())
+        for sizes, recompute, split in product(self.shapes, self.recomputes, every):
+            split.ready(sizes, recompute)
 
 
 @without_collection()
@@ -181,73 +185,63 @@ def prepare(
 ) -> list[Prepared | Verdict]:
     """Returns a model ready to be compared, or the verdict that it cannot be, for each trace.
 
-    Needs no group. Traces for which `shapes` has none are left out.
-
     Args:
-        make: function that returns the model; it is brought to float64 and put into eval(), as
-            random numbers cannot be compared.
+        make: function that returns the model; it is brought to float64 and put into eval().
         buckets: inputs and sizes.
-        shapes: shapes at which loss and gradients are compared; (): those of `shapes_of`.
+        shapes: shapes at which loss and gradients are compared, traces of none are left out; ():
+            those of `shapes_of`.
         sp: ranks of the group.
-        large: the shape whose placement is used and whose FLOPs are counted, in the traces that
-            hold it; default, and in others: the largest of `shapes`.
+        large: the shape whose placement is used and whose FLOPs are counted; default, and in
+            traces that are not for it: the largest of `shapes`.
         example: function that makes inputs, see `verify.inputs.example_inputs`.
         recomputes: "none" and "all", or one of them.
-        attention: way to split attention, see `passes/sharding/attention_ways.py`; after it other
-            lowerings to compare, where some attention allows them.
+        attention: way to split attention, see `attention_ways.py`; after it others to compare.
     """
     start_s = time.perf_counter()
     try:
         torch.manual_seed(0)
         model = make().double().eval()
         every, programs = trace_all(model, float64_specs(buckets), None, NORMS)
-        _refuse_other_lengths(every, shapes)
-    except DcpcError as error:
-        return [Verdict(sp, error=f"{type(error).__name__}: {error}")]
-    each_s = (time.perf_counter() - start_s) / len(programs)
-    found: list[Prepared | Verdict] = []
-    for (fixed, mine), program in zip(every.by_trace().items(), programs, strict=True):
-        one = {BATCH: 1} if BATCH in every.static else {}
-        own = [{**s, **one} for s in shapes or shapes_of(mine, sp) if every.fixed(s) == fixed]
-        if not own:
-            continue
-        at = {**large, **one} if large and every.fixed(large) == fixed else _largest(own)
-        try:
+        _refuse_untraced(every, shapes)
+        each_s = (time.perf_counter() - start_s) / len(programs)
+        found: list[Prepared | Verdict] = []
+        for mine, program in zip(every.by_trace().values(), programs, strict=True):
+            own, at = _within(mine, shapes or shapes_of(mine, sp), large)
+            if not own:
+                continue
             taken, skipped = _taken(model, mine, own, example)
             split = SplitModel(model, mine, at, sp=sp, attention=attention[0], program=program)
             split.trace_s += each_s
             _refuse_draws(split)
-            ways = [way for way in split.lowerings() if way in attention[1:]]
-            others = {way: split.of("eager", sp, way) for way in ways}
-            for sizes, recompute, each in product(taken, recomputes, (split, *others.values())):
-                each.ready(sizes, recompute)
-        except DcpcError as error:
-            found.append(Verdict(sp, error=f"{type(error).__name__}: {error}"))
-        else:
-            tried = tuple(recomputes)
-            found.append(
-                Prepared(model, mine, split, at, taken, skipped, example, tried, others=others)
+            ways = {w: split.of("eager", sp, w) for w in split.lowerings() if w in attention[1:]}
+            done = Prepared(
+                model, mine, split, at, taken, skipped, example, tuple(recomputes), others=ways
             )
+            done.ready()
+            found.append(done)
+    except DcpcError as error:
+        return [Verdict(sp, error=f"{type(error).__name__}: {error}")]
     return found
 
 
-def _refuse_other_lengths(buckets: Buckets, shapes: Sequence[Sizes]) -> None:
+def _within(
+    mine: Buckets, shapes: Sequence[Sizes], large: Sizes | None
+) -> tuple[list[Sizes], Sizes]:
+    """Returns the shapes that a trace is for, and the one of them to place for."""
+    one = {BATCH: 1} if BATCH in mine.static else {}
+    own = [{**sizes, **one} for sizes in shapes if mine.traces(sizes)]
+    return own, {**large, **one} if large and mine.traces(large) else _largest(own or shapes)
+
+
+def _refuse_untraced(buckets: Buckets, shapes: Sequence[Sizes]) -> None:
     """Raises a BucketError where no trace is for a shape's lengths."""
-    traces = buckets.by_trace()
-    ranges = {f: {n: b.range_of(n) for n in b.names if n != BATCH} for f, b in traces.items()}
+    traces = buckets.by_trace().values()
     for sizes in shapes:
-        of = ranges.get(buckets.fixed(sizes))
-        if of is None or any(not low <= sizes[n] <= high for n, (low, high) in of.items()):
-            every = [
-                ", ".join(f"{n} {low}" if low == high else f"{n} {low} to {high}"
-                          for n, (low, high) in each.items())
-                for each in ranges.values()
-            ]  # fmt: skip
-            more = f"; {len(every) - MOST_RANGES} more" * (len(every) > MOST_RANGES)
+        if not any(mine.traces(sizes) for mine in traces):
+            known = [dict(b.sizes) for b in buckets][:MOST_SHAPES]
             raise BucketError(
-                f"got the shape {dict(sizes)} to compare at; expected lengths that one trace of "
-                f"the buckets is for ({'; '.join(every[:MOST_RANGES])}{more}); compare at "
-                "another, or add a bucket"
+                f"got the shape {dict(sizes)} to compare at; expected lengths that one of the "
+                f"buckets' {len(traces)} traces is for; compare at a bucket ({known}), or add one"
             )
 
 

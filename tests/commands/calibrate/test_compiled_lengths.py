@@ -1,4 +1,4 @@
-"""Inductor takes a convolution's length for a number: other lengths have their own excerpt."""
+"""Lengths that are numbers to Inductor or to forward: each is calibrated by its own excerpt."""
 
 import math
 
@@ -34,3 +34,26 @@ def test_an_audio_model_is_calibrated_at_lengths_it_was_not_compiled_for():
     found = calibrate(Audio(), buckets, backend="inductor", budget_s=0.5)
     assert {p.sizes["frames"] for p in found.points} == {64, 200}
     assert all(0 < p.measured_s < math.inf for p in found.points)
+
+
+class Loop(nn.Module):
+    """A loop over frames."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.zeros_like(x[:, 0])
+        for t in range(x.shape[1]):
+            h = torch.tanh(self.step(h + x[:, t]))
+        return h.square().mean()
+
+
+def test_lengths_that_forward_takes_for_numbers_have_a_trace_each():
+    buckets = dcpc.Buckets(
+        {"x": "float32[batch, frames, 8]"}, [{"batch": 1, "frames": 3}, {"batch": 1, "frames": 5}]
+    )
+    found = calibrate(Loop(), buckets, backend="eager", budget_s=0.1)
+    assert {p.sizes["frames"] for p in found.points} == {3, 5}
+    assert dcpc.compile(Loop(), buckets, backend="eager", calibration=found).stats() is not None
