@@ -8,6 +8,8 @@ from tests.zoo.experts import EXPERTS
 from tests.zoo.hybrids import HYBRIDS
 from tests.zoo.media import SPEECH, VISION
 from tests.zoo.models import ZooModel
+from tests.zoo.recurrent import RECURRENT
 from tests.zoo.text import TEXT_MODELS
 
-MORE: dict[str, ZooModel] = {**TEXT_MODELS, **EXPERTS, **SPEECH, **VISION, **DIFFUSION, **HYBRIDS}
+TEXT = {**TEXT_MODELS, **EXPERTS, **RECURRENT}
+MORE: dict[str, ZooModel] = {**TEXT, **SPEECH, **VISION, **DIFFUSION, **HYBRIDS}

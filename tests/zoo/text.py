@@ -182,9 +182,6 @@ TEXT_MODELS: dict[str, ZooModel] = {
     ),
     "Granite": language_model("Granite", **common(num_key_value_heads=2)),
     "Persimmon": language_model("Persimmon", **common()),
-    "Mamba": language_model(
-        "Mamba", vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4
-    ),
     "GLM": language_model("Glm", **grouped(head_dim=8)),
     "Nemotron": language_model("Nemotron", **common(num_key_value_heads=2)),
     "XGLM": language_model(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import warnings
@@ -75,8 +76,8 @@ def _judged(trace: Prepared | Verdict, sp: int, timeout_s: float) -> Verdict:
 
 
 def together(traces: Sequence[Verdict]) -> Verdict:
-    """Returns the verdict on all traces of a model: the worst trace's, with all differences."""
-    worst = max(traces, key=lambda v: (bool(v.error), -_share(v), v.limit))
+    """Returns the verdict on all traces of a model: FLOPs of the largest, all differences."""
+    worst = max(traces, key=lambda v: (bool(v.error), _elements(v)))
     ways = {way for v in traces for way in v.lowerings}
     return replace(
         worst,
@@ -92,8 +93,8 @@ def together(traces: Sequence[Verdict]) -> Verdict:
     )
 
 
-def _share(verdict: Verdict) -> float:
-    return 1.0 if verdict.coverage is None else verdict.coverage.sharded_share
+def _elements(verdict: Verdict) -> int:
+    return 0 if verdict.coverage is None else math.prod(verdict.coverage.sizes.values())
 
 
 def _by_ranks(model: Prepared, sp: int, timeout_s: float) -> Verdict:

@@ -188,8 +188,8 @@ def prepare(
     Args:
         make: function that returns the model; it is brought to float64 and put into eval().
         buckets: inputs and sizes.
-        shapes: shapes at which loss and gradients are compared, traces of none are left out; ():
-            those of `shapes_of`.
+        shapes: shapes at which loss and gradients are compared; (): those of `shapes_of`. A trace
+            that is for none of them is left out, or compared at `large`.
         sp: ranks of the group.
         large: the shape whose placement is used and whose FLOPs are counted; default, and in
             traces that are not for it: the largest of `shapes`.
@@ -227,10 +227,11 @@ def prepare(
 def _within(
     mine: Buckets, shapes: Sequence[Sizes], large: Sizes | None
 ) -> tuple[list[Sizes], Sizes]:
-    """Returns the shapes that a trace is for, and the one of them to place for."""
+    """Returns the shapes that a trace is for, and the one to place for."""
     one = {BATCH: 1} if BATCH in mine.static else {}
-    own = [{**sizes, **one} for sizes in shapes if mine.traces(sizes)]
-    return own, {**large, **one} if large and mine.traces(large) else _largest(own or shapes)
+    at = [{**large, **one}] if large and mine.traces(large) else []
+    own = [{**sizes, **one} for sizes in shapes if mine.traces(sizes)] or at
+    return own, at[0] if at else _largest(own or shapes)
 
 
 def _refuse_untraced(buckets: Buckets, shapes: Sequence[Sizes]) -> None:
