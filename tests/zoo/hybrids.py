@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from dcpc.buckets import Sizes
 from tests.zoo.media import SumOfSquares
 from tests.zoo.models import ZooModel, float64
 
@@ -113,6 +114,47 @@ def _audio(groups: bool) -> ZooModel:
     )
 
 
+class CTCEncoder(nn.Module):
+    """Convolutions and attention on frames of sound, and `nn.CTCLoss` of padded targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(8, 32, 3, stride=2, padding=1)
+        layer = nn.TransformerEncoderLayer(32, 4, 48, dropout=0.0, batch_first=True)
+        self.layers, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(32, 11)
+        self.loss = nn.CTCLoss(blank=10)
+
+    def forward(self, frames: Tensor, lengths: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
+        """Returns the loss, one number; lengths [batch] of frames and of targets."""
+        x = F.gelu(self.conv(frames.mT)).mT
+        lengths = (lengths + 1) // 2
+        hidden = torch.arange(x.shape[1], device=x.device) >= lengths.unsqueeze(1)
+        x = self.head(self.layers(x, src_key_padding_mask=hidden)).log_softmax(-1)
+        loss: Tensor = self.loss(x.transpose(0, 1), targets, lengths, counts)
+        return loss
+
+
+def _transcribed(sizes: Sizes) -> dict[str, Tensor]:
+    batch, frames, text = (sizes[d] for d in ("batch", "frames", "text"))
+    generator = torch.Generator().manual_seed(frames)
+    return {
+        "frames": torch.randn(batch, frames, 8, dtype=torch.float64, generator=generator),
+        "lengths": torch.full((batch,), frames - 6),
+        "targets": torch.randint(0, 10, (batch, text), generator=generator),
+        "counts": torch.full((batch,), text - 2),
+    }
+
+
+CTC_ENCODER = ZooModel(
+    float64(CTCEncoder),
+    {
+        "frames": "float64[batch, frames, 8]", "lengths": "int64[batch]",
+        "targets": "int64[batch, text]", "counts": "int64[batch]",
+    },
+    ({"batch": 1, "frames": 33, "text": 5}, {"batch": 1, "frames": 47, "text": 7}),
+    {"batch": 1, "frames": 64, "text": 8},
+    _transcribed,
+)  # fmt: skip
 CONFORMER = _audio(groups=True)
 TIMM: dict[str, ZooModel] = {
     "XCiT": classifier("xcit_nano_12_p16_224", 48, depth=2, img_size=48, embed_dim=32, num_heads=4),
@@ -126,5 +168,6 @@ LEFT_OUT = () if importlib.util.find_spec("timm") else tuple(TIMM)
 HYBRIDS = {
     "Conformer": _audio(groups=False),
     "Conformer with group norms": CONFORMER,
+    "CTC encoder": CTC_ENCODER,
     **{name: model for name, model in TIMM.items() if name not in LEFT_OUT},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 
@@ -84,6 +85,43 @@ def clip_inputs(sizes: Sizes) -> dict[str, Tensor]:
     return {k: v for k, v in found.items() if k != "labels"}
 
 
+SPEECH_FIELDS: dict[str, Any] = {
+    **TINY, "conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3),
+    "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2,
+    "hidden_dropout": 0.0, "attention_dropout": 0.0, "feat_proj_dropout": 0.0, "layerdrop": 0.0,
+    "mask_time_prob": 0.0, "apply_spec_augment": False,
+}  # fmt: skip
+
+
+def labelled_speech(sizes: Sizes) -> dict[str, Tensor]:
+    """Waves whose last part is padding, and labels of which the last ones are."""
+    generator = torch.Generator().manual_seed(sizes["samples"])
+    batch, n, s = (sizes[d] for d in ("batch", "samples", "text"))
+    mask = (torch.arange(n) < n - 40).long().repeat(batch, 1)
+    labels = torch.randint(1, 11, (batch, s), generator=generator)
+    labels[:, s // 2 :] = -100
+    waves = torch.randn(batch, n, dtype=torch.float64, generator=generator)
+    return {"input_values": waves * mask, "attention_mask": mask, "labels": labels}
+
+
+def recogniser(name: str, **fields: Any) -> ZooModel:
+    """A transformers encoder of waves of unequal lengths with a CTC loss, unmodified."""
+
+    def make() -> nn.Module:
+        given = {**SPEECH_FIELDS, "activation_dropout": 0.0, "final_dropout": 0.0, **fields}
+        config = getattr(transformers, f"{name}Config")(vocab_size=11, **given)
+        return getattr(transformers, f"{name}ForCTC")(config)  # type: ignore[no-any-return]
+
+    waves = {"input_values": "float64[batch, samples]", "attention_mask": "int64[batch, samples]"}
+    return ZooModel(
+        float64(make),
+        {**waves, "labels": "int64[batch, text]"},
+        ({"batch": 1, "samples": 333, "text": 5}, {"batch": 1, "samples": 401, "text": 7}),
+        {"batch": 1, "samples": 640, "text": 8},
+        labelled_speech,
+    )
+
+
 SPEECH: dict[str, ZooModel] = {
     "Whisper": ZooModel(
         float64(
@@ -102,45 +140,17 @@ SPEECH: dict[str, ZooModel] = {
         {"input_values": "float64[batch, samples]"},
         ({"batch": 1, "samples": 333}, {"batch": 1, "samples": 401}),
         {"batch": 1, "samples": 640},
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        conv_dim=(16, 16),
-        conv_stride=(5, 2),
-        conv_kernel=(10, 3),
-        num_feat_extract_layers=2,
-        num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=2,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        feat_proj_dropout=0.0,
-        layerdrop=0.0,
-        mask_time_prob=0.0,
-        apply_spec_augment=False,
+        **SPEECH_FIELDS,
     ),
     "Hubert": features(
         "Hubert",
         {"input_values": "float64[batch, samples]"},
         ({"batch": 1, "samples": 333}, {"batch": 1, "samples": 401}),
         {"batch": 1, "samples": 640},
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        conv_dim=(16, 16),
-        conv_stride=(5, 2),
-        conv_kernel=(10, 3),
-        num_feat_extract_layers=2,
-        num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=2,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        feat_proj_dropout=0.0,
-        layerdrop=0.0,
-        mask_time_prob=0.0,
-        apply_spec_augment=False,
+        **SPEECH_FIELDS,
     ),
+    "Wav2Vec2 CTC": recogniser("Wav2Vec2", feat_extract_norm="layer"),
+    "Hubert CTC": recogniser("Hubert", ctc_loss_reduction="mean", ctc_zero_infinity=True),
 }
 
 

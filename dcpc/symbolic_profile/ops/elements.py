@@ -93,6 +93,9 @@ _BY_FLOPS: Mapping[int, str] = {
     12: """
         grid_sampler_2d grid_sampler_2d_backward
     """,
+    13: """
+        ctc_loss_forward
+    """,
     14: """
         batch_norm_backward native_batch_norm_backward native_group_norm_backward
         native_layer_norm_backward
@@ -101,7 +104,7 @@ _BY_FLOPS: Mapping[int, str] = {
         upsample_trilinear3d upsample_trilinear3d_backward
     """,
     24: """
-        grid_sampler_3d grid_sampler_3d_backward
+        ctc_loss_backward grid_sampler_3d grid_sampler_3d_backward
     """,
     31: """
         upsample_bicubic2d _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward

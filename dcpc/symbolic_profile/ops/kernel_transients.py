@@ -402,5 +402,7 @@ KERNELS: Mapping[str, Callable[[CallFacts], sympy.Expr]] = {
     "aten::upsample_nearest1d": _interpolated(1),
     "aten::upsample_nearest1d_backward": _grad,
     "aten::_upsample_nearest_exact1d_backward": _grad,
+    "dcpc::ctc_loss_backward": lambda call: call.tensor("log_alpha").size_bytes,
+    "dcpc::ctc_loss_forward": lambda call: call.facts.of(call.node)[1].size_bytes,
     "dcpc::cumprod_backward": _cumprod_backward,
 }

@@ -17,6 +17,7 @@
     gru_cell and its kin              ->  under autocast: their parts, which it casts, not the whole
     repeat_interleave's output_size   ->  without, where it is right: torch 2.11 fixes the length
     cross_entropy of probabilities    ->  plain ops where torch fixes the number of rows (2.11)
+    ctc_loss                          ->  one op, whose saved values have sizes made of dims
     batch_norm in training            ->  its running statistics by plain ops: `statistics.py`
     embedding of ids that are floats  ->  an error on torch 2.11, too
     embedding with sparse=True        ->  without: its gradient is the same, and dense
@@ -46,11 +47,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dcpc.errors import running_line
 from dcpc.fx.torch_api.tracing import L1_CODE, drops_weights
 from dcpc.ops.positions import linspace
+from dcpc.trace.formulas.ctc_losses import CTC
 from dcpc.trace.formulas.lookups import LOOKUPS
 from dcpc.trace.formulas.made_of_sizes import FORMULAS
 from dcpc.trace.formulas.soft_targets import soft_targets
 from dcpc.trace.formulas.under_autocast import apart, einsum, in_float32, product
 from dcpc.trace.statistics import batch_norm
+from dcpc.trace.value_checks import passing
 
 aten = torch.ops.aten
 
@@ -326,6 +329,7 @@ def _padded(x: Tensor, pad: list[int], mode: str = "constant", value: Any = None
 
 
 _INSTEAD: Mapping[Any, Callable[..., Any]] = {
+    **CTC,
     **FORMULAS,
     **LOOKUPS,
     F.gaussian_nll_loss: _gaussian_nll,
@@ -368,11 +372,13 @@ class Capturable(TorchFunctionMode):
 
     Attributes:
         numbers: source lines of forward that read a Python number from a tensor.
+        checks: source lines that check values and raise, which no graph does.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.numbers: list[str] = []
+        self.checks: list[str] = []
 
     def __enter__(self) -> Self:
         """Begins, and swaps the code of `F.l1_loss`, which drops its weight before any mode."""
@@ -395,6 +401,9 @@ class Capturable(TorchFunctionMode):
             found = _INSTEAD[func](*args, **kwargs)
             if found is not NotImplemented:
                 return found
+        if func is Tensor.__bool__ and (passed := passing()) is not None:
+            self.checks.append(running_line())
+            return passed
         if func in _NUMBERS:
             self.numbers.append(running_line())
         return func(*args, **kwargs)

@@ -89,14 +89,15 @@ class _Noted:
     """Facts that one run of forward reveals: changed attributes, choice of the loss, effects.
 
     `effects` is true if the caller may look for writes to the inputs, `numbers` are the lines that
-    read a Python number from a tensor. Changes of tensors are not here, and torch.export restores
-    lists.
+    read a Python number from a tensor, `checks` those that raise for some values. Changes of
+    tensors are not here, and torch.export restores lists.
     """
 
     changes: Sequence[str] = ()
     choice: str = ""
     effects: bool = False
     numbers: Sequence[str] = ()
+    checks: Sequence[str] = ()
 
 
 class _WantedOf(nn.Module):
@@ -316,6 +317,7 @@ def _export(
                     prefer_deferred_runtime_asserts_over_guards=True,
                 )
             wrapped.noted.numbers = told.numbers
+            wrapped.noted.checks = told.checks
             paths = Paths(wrapped, exported, buckets, device, autocast)
             if wrapped.noted.effects:
                 refuse_writes(exported)
@@ -339,16 +341,26 @@ def _export(
             found = taken_for_numbers(error, {n: hints[n] for n in dims}, lines)
             raise again(text, found, suggested_least(error), users_line(error)) from error
         raise TraceError(text) from error
-    if changes := wrapped.noted.changes:
+    _warn(wrapped.noted)
+    return made, paths
+
+
+def _warn(noted: _Noted) -> None:
+    for line in noted.checks:
+        warnings.warn(
+            f"forward raises an error for some values{line}: a compiled model does not look at "
+            "them, and computes; check values in the dataset, or before the call",
+            stacklevel=3,
+        )
+    if changes := noted.changes:
         warnings.warn(
             f"forward changes its own module ({'; '.join(changes[:4])}): a compiled model does "
             "not, and every call computes what the first one does; pass what changes as an input, "
             "or keep it outside of forward",
-            stacklevel=2,
+            stacklevel=3,
         )
-    if wrapped.noted.choice:
-        warnings.warn(wrapped.noted.choice, stacklevel=2)
-    return made, paths
+    if noted.choice:
+        warnings.warn(noted.choice, stacklevel=3)
 
 
 @contextmanager

@@ -89,6 +89,7 @@ def strided(*shape: int) -> torch.Tensor:
 aten = torch.ops.aten
 X, XT = torch.randn(40, 30, 64), strided(40, 64, 30)
 IDS = torch.randint(0, 50, (40, 30))
+CTC = torch.randn(40, 12, 30), torch.randint(0, 29, (12, 15)), torch.full((12,), 40)
 HEADS = torch.randn(2, 4, 300, 16)
 PAIRS = torch.randn(40, 30, 128)[..., ::2]
 WIDE, HALF, SEEN = X.double(), X.bfloat16(), X > 0
@@ -176,6 +177,9 @@ CHANNELS_LAST = torch.randn(2, 8, 30, 40).to(memory_format=torch.channels_last)
             g, x, None, None, None, m, m, True, 1e-5, [True, False, False]
         ), [X, X, torch.ones(30)]),
         (lambda g, x: torch.ops.dcpc.cumprod_backward(g, x, 1, x), [X, 1 + X.abs()]),
+        (lambda x, s, n, g, a: torch.ops.dcpc.ctc_loss_backward(
+            g, x, s, n, n // 4, g, a, 29, False
+        ), [*CTC, torch.ones(12), torch.zeros(12, 40, 31)]),
     ],
 )  # fmt: skip
 def test_transient_follows_the_layout(function, tensors):
@@ -183,6 +187,18 @@ def test_transient_follows_the_layout(function, tensors):
     for m in measure_call(function, *tensors):
         table = transient_bytes(m.node, facts, torch.get_num_threads())
         assert abs(m.transient_bytes - int(table.doit())) <= SCALARS_BYTES, m.node.format_node()
+
+
+@pytest.mark.parametrize("longest", [1, 10, 14, 15])
+def test_a_ctc_loss_needs_no_more_than_a_copy_of_what_it_keeps(longest):
+    def call(x, s, n):
+        return torch.ops.dcpc.ctc_loss_forward(x, s, n, n.clamp(max=longest), 29, False)
+
+    m = next(m for m in measure_call(call, *CTC) if m.allocated_bytes > 59_000)
+    kept = 4 * 12 * 40 * (2 * 15 + 1)
+    assert int(transient_bytes(m.node, Facts({}), torch.get_num_threads()).doit()) == kept
+    own = 4 * 12 * 40 * (2 * longest + 1) if longest < 15 else 0
+    assert own <= m.transient_bytes <= kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -28,6 +28,17 @@ def products(source: Source) -> Case:
     return Case(source.packet.default, (source.floats(*shape), source.dim(shape)))
 
 
+@strategy("dcpc.ctc_loss")
+def ctc(source: Source) -> Case:
+    t, n, c, s = (source.size() for _ in range(4))
+    targets = source.below(c + 1, n, s) + (source.below(2, 1) - 1) * (c + 1)
+    steps, counts = 1 + source.below(t, n), source.below(s + 1, n)
+    targets = torch.where(torch.arange(s) < counts[:, None], targets.clamp(0, c - 1), targets)
+    scores = source.floats(t, n, c).log_softmax(-1)
+    blank, zero = source.pick(0, c - 1), source.flag()
+    return Case(source.packet.default, (scores, targets, steps, counts, blank, zero))
+
+
 @strategy("aten._softmax", "aten._log_softmax")
 def plain_softmax(source: Source) -> Case:
     shape = source.shape()

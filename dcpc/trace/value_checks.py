@@ -1,0 +1,59 @@
+"""Answers checks of values that only raise, as a trace has no values.
+
+    if labels.max() >= classes: raise ...   ->  False
+    if not (ids >= 0).all(): raise ...      ->  True
+    assert mask.any()                       ->  True
+
+Whatever goes on past such a check has passed it. Any other branch on values is torch's to refuse.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sys
+from itertools import islice
+
+_At = tuple[int | None, int | None, int | None, int | None]  # first and last line, and columns
+
+
+def passing() -> bool | None:
+    """Returns the truth value by which the running line of forward's passes its check.
+
+    None where that line is no such check, or a `try` of the same file may catch what it raises.
+    """
+    frame = sys._getframe(1)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    try:
+        tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
+    except SyntaxError:
+        return None
+    # What makes the value comes before what tests it, but for comparisons in Python 3.13.
+    now = frame.f_lasti // 2
+    places = islice(frame.f_code.co_positions(), max(0, now - 1), now + 1)
+    return next((x for x in (_in_block(tree, at) for at in places) if x is not None), None)
+
+
+def _in_block(node: ast.AST, at: _At) -> bool | None:
+    """Returns the answer of the check at a place within a node."""
+    if isinstance(node, ast.Assert):
+        return _answer(node.test, at, True)
+    if isinstance(node, ast.Try | ast.TryStar):
+        return None
+    if isinstance(node, ast.If) and not node.orelse and isinstance(node.body[-1], ast.Raise):
+        found = _answer(node.test, at, False)
+        if found is not None:
+            return found
+    inner = (_in_block(child, at) for child in ast.iter_child_nodes(node))
+    return next((found for found in inner if found is not None), None)
+
+
+def _answer(test: ast.expr, at: _At, wanted: bool) -> bool | None:
+    """Returns the value of the part of a test at a place, by which the test is as wanted."""
+    if (test.lineno, test.end_lineno, test.col_offset, test.end_col_offset) == at:
+        return wanted
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _answer(test.operand, at, not wanted)
+    parts = test.values if isinstance(test, ast.BoolOp) else []
+    return next((x for x in (_answer(p, at, wanted) for p in parts) if x is not None), None)
