@@ -12,7 +12,10 @@ from __future__ import annotations
 import ast
 import linecache
 import sys
+from functools import cache
 from itertools import islice
+
+from dcpc.errors import is_ours
 
 _At = tuple[int | None, int | None, int | None, int | None]  # first and last line, and columns
 
@@ -20,14 +23,17 @@ _At = tuple[int | None, int | None, int | None, int | None]  # first and last li
 def passing() -> bool | None:
     """Returns the truth value by which the running line of forward's passes its check.
 
-    None where that line is no such check, or a `try` of the same file may catch what it raises.
+    None where that line is no such check, or code that called it may catch what it raises.
     """
     frame = sys._getframe(1)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
-    try:
-        tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals)))
-    except SyntaxError:
+    tree, callers = _tree(frame.f_code.co_filename), [frame]
+    while (back := callers[-1].f_back) is not None and not is_ours(back.f_code.co_filename):
+        callers.append(back)
+    # torch's own code between them raises an error of forward's again.
+    theirs = [f for f in callers if "/torch/" not in f.f_code.co_filename]
+    if any(_catches(_tree(f.f_code.co_filename), f.f_lineno) for f in theirs):
         return None
     # What makes the value comes before what tests it, but for comparisons in Python 3.13.
     now = frame.f_lasti // 2
@@ -35,12 +41,29 @@ def passing() -> bool | None:
     return next((x for x in (_in_block(tree, at) for at in places) if x is not None), None)
 
 
+@cache
+def _tree(file: str) -> ast.AST:
+    """Returns the code of a file, empty where there is none."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ast.Module([], [])
+
+
+def _catches(tree: ast.AST, line: int) -> bool:
+    """Whether a `try` around a line may go on after an error: a handler that does not raise."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Try | ast.TryStar) and node.body[0].lineno <= line:
+            goes_on = any(not isinstance(h.body[-1], ast.Raise) for h in node.handlers)
+            if goes_on and line <= (node.body[-1].end_lineno or line):
+                return True
+    return False
+
+
 def _in_block(node: ast.AST, at: _At) -> bool | None:
     """Returns the answer of the check at a place within a node."""
     if isinstance(node, ast.Assert):
         return _answer(node.test, at, True)
-    if isinstance(node, ast.Try | ast.TryStar):
-        return None
     if isinstance(node, ast.If) and not node.orelse and isinstance(node.body[-1], ast.Raise):
         found = _answer(node.test, at, False)
         if found is not None:

@@ -7,6 +7,7 @@ from torch import nn
 import dcpc
 from dcpc.trace import trace
 from dcpc.trace.capture.capturable import Capturable
+from dcpc.trace.loss import MicroStatistics
 
 X = torch.tensor([3.0, -1.0])  # fails all checks below
 
@@ -41,12 +42,22 @@ def both(x):
         raise ValueError
 
 
-@pytest.mark.parametrize("check", [above, below, either, asserted, asserted_not, both])
+def said_again(x):
+    try:
+        above(x)
+    except ValueError as error:
+        raise TypeError from error
+
+
+CHECKS = [above, below, either, asserted, asserted_not, both, said_again]
+
+
+@pytest.mark.parametrize("check", CHECKS)
 def test_a_check_is_passed(check):
-    with pytest.raises((ValueError, AssertionError)):
+    with pytest.raises((ValueError, AssertionError, TypeError)):
         check(X)
     with Capturable() as told:
-        check(X)
+        MicroStatistics(check)(X)  # called by dcpc's code, as forward is
     assert all("test_value_checks.py" in line for line in told.checks)
     assert told.checks
 
@@ -73,6 +84,14 @@ def caught(x):
     return 0
 
 
+def caught_by_its_caller(x):
+    try:
+        above(x)
+    except (TypeError, ValueError):
+        return 1
+    return 0
+
+
 def chosen(x):
     if 1 if x.max() > 2 else 0:
         return 1
@@ -87,10 +106,12 @@ def nested(x):
     return 0
 
 
-@pytest.mark.parametrize("function", [branch, otherwise, caught, chosen, nested])
+@pytest.mark.parametrize(
+    "function", [branch, otherwise, caught, caught_by_its_caller, chosen, nested]
+)
 def test_other_branches_are_as_they_are(function):
     with Capturable() as told:
-        assert function(X) == 1
+        assert MicroStatistics(function)(X) == 1
     assert not told.checks
 
 
