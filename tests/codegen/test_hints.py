@@ -80,6 +80,36 @@ def test_an_equation_that_divides_by_0_is_a_broken_guard():
         assert broken_guards([sympy.Eq(divided, 0)], {s: 0, t: 3})
 
 
+def test_an_equation_that_holds_whatever_is_empty_is_no_broken_guard():
+    s, t, u = sympy.symbols("s t u", integer=True, nonnegative=True)
+    assert not broken_guards([sympy.Eq(Mod(s * (t + 1), s * (u + 1)), 0)], {s: 0, t: 3, u: 3})
+    assert broken_guards([sympy.Eq(Mod(s * (t + 1), s * (u + 1)), 0)], {s: 0, t: 3, u: 2})
+
+
+class Halved(nn.Module):
+    """A layer of attention behind a convolution that halves the length."""
+
+    def __init__(self):
+        super().__init__()
+        self.halve = nn.Conv1d(4, 8, 3, stride=2)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+
+    def forward(self, x):
+        h = self.layer(torch.relu(self.halve(x.transpose(1, 2))).transpose(1, 2))
+        return torch.log_softmax(h, -1).transpose(0, 1).square().sum()
+
+
+def test_a_rank_without_samples_runs_the_graph_of_a_split_batch():
+    sizes = [{"batch": b, "seq": n} for b, n in ((2, 9), (1, 9), (1, 16), (3, 11))]
+    buckets = dcpc.Buckets(
+        {"x": "float64[batch, seq, 4]"}, [{"batch": 2, "seq": n} for n in (9, 16)]
+    )
+    split = SplitModel(seeded(Halved), buckets, {"batch": 2, "seq": 16}, sp=2)
+    points = [(s, {"x": torch.randn(*s.values(), 4, dtype=torch.float64)}) for s in sizes]
+    for at, inputs in points:
+        assert split.difference(at, inputs, in_step=True).worst < 1e-10
+
+
 def test_a_variant_whose_guards_stay_broken_is_refused_by_name(monkeypatch):
     inputs = {"x": "float64[batch, seq, 4]"}
     buckets = dcpc.Buckets(inputs, [{"batch": 2, "seq": 5}])

@@ -180,12 +180,14 @@ def _holds(
     if isinstance(guard, sympy.And):
         return all(_holds(part, sizes, raised) for part in guard.args)
     found = _at(guard, sizes)
+    if found is None:  # it divides by 0: it may hold whatever the empty sizes are
+        found = _at(guard, {symbol: v for symbol, v in sizes.items() if v})
     if found == sympy.true:
         return True
     if isinstance(guard, sympy.Eq):
         # Of no element strides say nothing, and torch writes Max(1, size) for them.
         # One that divides by 0 says nothing of these sizes: the graph may be another's.
-        return found is not None and _at(of_some(guard), sizes) != sympy.false
+        return _at(guard, sizes) is not None and _at(of_some(guard), sizes) != sympy.false
     return bool(_at(guard, raised) != sympy.false)
 
 

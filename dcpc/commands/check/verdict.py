@@ -229,9 +229,9 @@ def _within(
 ) -> tuple[list[Sizes], Sizes]:
     """Returns the shapes that a trace is for, and the one to place for."""
     one = {BATCH: 1} if BATCH in mine.static else {}
-    at = [{**large, **one}] if large and mine.traces(large) else []
-    own = [{**sizes, **one} for sizes in shapes if mine.traces(sizes)] or at
-    return own, at[0] if at else _largest(own or shapes)
+    at: list[Sizes] = [{**large, **one}] if large and mine.traces(large) else []
+    own: list[Sizes] = [{**s, **one} for s in shapes if mine.traces(s)]
+    return own or at, at[0] if at else _largest(own or shapes)
 
 
 def _refuse_untraced(buckets: Buckets, shapes: Sequence[Sizes]) -> None:
