@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch._dynamo
+import torch.utils._pytree as pytree
 from torch import fx
 
 from dcpc.dynamo.family import Family
@@ -52,6 +53,9 @@ def backend(
             f"buckets, fallback, {', '.join(sorted(known))}; for ranks use dcpc.compile"
         )
     chosen = CompileOptions(**given)
+    values = pytree.tree_leaves([n.meta.get("example_value") for n in gm.graph.nodes])
+    if not any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values):
+        return gm.forward  # of integers alone: nothing to recompute, nothing to compare
     plain = without_regions(gm)
     fix_numbers(plain)
     try:

@@ -47,6 +47,26 @@ def errors(compiled, plain, own, x) -> float:
     return max(float((a - b).abs().max()) for a, b in (*pairs, *zip(mine, theirs, strict=True)))
 
 
+class Chosen(nn.Module):
+    """Its boolean indexing breaks the graph: one part has integers alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.loss = nn.Linear(4, 6), nn.CTCLoss()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        scores, mask = self.line(x).log_softmax(-1).transpose(0, 1), labels >= 0
+        steps = torch.full((x.shape[0],), x.shape[1])
+        return self.loss(scores, labels[mask], steps, mask.sum(-1))
+
+
+def test_a_part_of_integers_alone_runs_as_it_is():
+    own = Chosen().double()
+    compiled = torch.compile(own, backend=backend, dynamic=True, options={"backend": "eager"})
+    x, labels = torch.randn(2, 9, 4).double(), torch.tensor([[1, 2, -1], [3, -1, -1]])
+    assert torch.allclose(compiled(x, labels), own(x, labels), rtol=1e-12)
+
+
 @pytest.mark.parametrize("runs", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_every_length_has_the_plain_numbers_from_one_capture(runs):
     own = Net().double()

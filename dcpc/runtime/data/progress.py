@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import reprlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -69,6 +70,13 @@ class Progress:
 
     def go_to(self, epoch: int) -> None:
         """Makes the next iteration that of `epoch`, from its start, if it is another."""
+        if self._resumed and epoch < self.epoch:
+            warnings.warn(
+                f"set_epoch: got {epoch} for a loader that resumes in epoch {self.epoch}: samples "
+                "are trained again from there; to go on, leave it out, or loop over "
+                "range(loader.epoch, epochs)",
+                stacklevel=3,
+            )
         if epoch != self.epoch:
             self.epoch = epoch
             self._restart()

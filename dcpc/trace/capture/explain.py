@@ -19,6 +19,15 @@ from dcpc.fx.torch_api.tracing import SPECIALISED
 _OF_VALUES = ("DataDependent", "data-dependent", "unbacked", "GuardOnData")
 _CLASS_LOSSES = ("nll_loss", "nll_loss2d", "nll_loss_nd", "cross_entropy_loss")
 
+_CONTROL_FLOW = (
+    "control flow that depends on a tensor's values cannot be captured: rewrite it with "
+    "torch.where / masking, or move it out of forward"
+)
+_SIZE = (
+    "a size that depends on values (boolean indexing, nonzero, unique) cannot be captured: keep "
+    "the shape, and mask or weight what does not count (torch.where, ignore_index)"
+)
+
 
 def explained(
     error: Exception, model: nn.Module, buckets: Buckets, hints: Mapping[str, int]
@@ -36,11 +45,7 @@ def explained(
         hint = "keep every bucket within that limit, or change the model's limit on this dim"
         hint = _limit_of(text, model) + _recurrent(model) + _numbers(text) + hint
     elif any(s in text + kind for s in _OF_VALUES):
-        hint = (
-            "control flow that depends on a tensor's values cannot be captured: rewrite it with "
-            "torch.where / masking, or move it out of forward"
-        )
-        hint = _experts(model) + hint
+        hint = _experts(model) + (_SIZE if "Size-like symbols: u" in text else _CONTROL_FLOW)
     elif "inconsistent min=" in text or "symbolically traced variables" in text:
         hint = (
             "torch cannot solve what forward computes of a size: use //, * and % of positive "

@@ -82,6 +82,18 @@ def test_order_depends_on_seed_and_epoch_alone():
     assert sample_ids(loader) == second
 
 
+def test_going_back_after_a_resume_is_said():
+    first = loader_for(RaggedWithDims(LENGTHS), seed=1)
+    list(first)
+    next(iter(first))
+    loader = loader_for(RaggedWithDims(LENGTHS), seed=1)
+    loader.load_state_dict(first.state_dict())
+    assert loader.epoch == 1
+    loader.set_epoch(1)
+    with pytest.warns(UserWarning, match=r"got 0 for a loader that resumes in epoch 1"):
+        loader.set_epoch(0)
+
+
 def test_dataset_without_dims_loads_a_sample_once_for_length_and_use():
     data = Ragged(LENGTHS)
     compiled = compiled_for(world(1), {16: (1, 4)})
