@@ -15,6 +15,7 @@ JOINED: dict[str, int] = {
     "dims that forward takes for numbers: static, a trace a length; so in check, calibrate": 256,
     "mixtures of experts: grouped products priced, each rank sorts its own tokens": 295,
     "CTC losses: one op, whose saved values have sizes made of dims": 200,
+    "told at once: an epoch before the resumed one; no floats behind torch.compile": 10,
     "models that check values and raise, as transformers' speech models do": 94,
 }
 MOST = {

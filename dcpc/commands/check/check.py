@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dcpc.buckets import BATCH, Buckets, Sizes
-from dcpc.commands.check.verdict import Verdict, compare, prepare
+from dcpc.commands.check.verdict import Verdict, compare, prepare, refuse_untraced
 from dcpc.commands.shared.factories import load_example, load_loss, load_model, with_loss
 from dcpc.errors import BucketError, PlanError
 from dcpc.plan.progress import during
@@ -97,10 +97,9 @@ def _shapes(request: CheckRequest, buckets: Buckets) -> Sequence[Sizes]:
     """Returns the shapes to compare at, as asked for.
 
     Raises:
-        BucketError: a shape has other dims, or a length outside of the buckets'.
+        BucketError: a shape has other dims, or lengths that no trace of the buckets is for.
     """
     found = []
-    ranges = {n: buckets.range_of(n) for n in buckets.names if n != BATCH}
     for given in request.at:
         sizes = {BATCH: 1, **given} if BATCH in buckets.names else dict(given)
         if sizes.keys() != set(buckets.names):
@@ -108,13 +107,8 @@ def _shapes(request: CheckRequest, buckets: Buckets) -> Sequence[Sizes]:
                 f"got --at {dict(given)}; expected a length for each of "
                 f"{', '.join(n for n in buckets.names if n != BATCH)}; correct it"
             )
-        if any(not low <= sizes[n] <= high for n, (low, high) in ranges.items()):
-            known = ", ".join(f"{n} {low} to {high}" for n, (low, high) in ranges.items())
-            raise BucketError(
-                f"got --at {dict(given)}; expected lengths within the buckets' ({known}); "
-                "correct it, or add a bucket"
-            )
         found.append(sizes)
+    refuse_untraced(buckets, found)
     return found
 
 

@@ -202,7 +202,7 @@ def prepare(
         torch.manual_seed(0)
         model = make().double().eval()
         every, programs = trace_all(model, float64_specs(buckets), None, NORMS)
-        _refuse_untraced(every, shapes)
+        refuse_untraced(every, shapes)
         each_s = (time.perf_counter() - start_s) / len(programs)
         found: list[Prepared | Verdict] = []
         for mine, program in zip(every.by_trace().values(), programs, strict=True):
@@ -234,15 +234,15 @@ def _within(
     return own or at, at[0] if at else _largest(own or shapes)
 
 
-def _refuse_untraced(buckets: Buckets, shapes: Sequence[Sizes]) -> None:
+def refuse_untraced(buckets: Buckets, shapes: Sequence[Sizes]) -> None:
     """Raises a BucketError where no trace is for a shape's lengths."""
     traces = buckets.by_trace().values()
     for sizes in shapes:
         if not any(mine.traces(sizes) for mine in traces):
             known = [dict(b.sizes) for b in buckets][:MOST_SHAPES]
             raise BucketError(
-                f"got the shape {dict(sizes)} to compare at; expected lengths that one of the "
-                f"buckets' {len(traces)} traces is for; compare at a bucket ({known}), or add one"
+                f"got the shape {dict(sizes)} to compare at; expected lengths within the buckets' "
+                f"of one of {len(traces)} traces; compare at another ({known}), or add a bucket"
             )
 
 

@@ -72,9 +72,8 @@ class Progress:
         """Makes the next iteration that of `epoch`, from its start, if it is another."""
         if self._resumed and epoch < self.epoch:
             warnings.warn(
-                f"set_epoch: got {epoch} for a loader that resumes in epoch {self.epoch}: samples "
-                "are trained again from there; to go on, leave it out, or loop over "
-                "range(loader.epoch, epochs)",
+                f"set_epoch: got {epoch} for a loader that resumes in epoch {self.epoch}: all "
+                "since is trained again; to go on, loop over range(loader.epoch, epochs)",
                 stacklevel=3,
             )
         if epoch != self.epoch:

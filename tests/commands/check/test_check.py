@@ -68,7 +68,7 @@ def test_static_dims_have_a_verdict_for_each_length(file):
     assert "every micro-batch has one sample" in text
     (other,) = on_rank(0, replace(request, at=({"seq": 9},)))
     assert (
-        "expected lengths that one of the buckets' 2 traces is for; compare at a bucket (["
+        "expected lengths within the buckets' of one of 2 traces; compare at another (["
         in other.error
     )
     (one,) = on_rank(0, replace(request, at=({"seq": 32, "batch": 3},)))
