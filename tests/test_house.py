@@ -16,7 +16,7 @@ JOINED: dict[str, int] = {
     "mixtures of experts: grouped products priced, each rank sorts its own tokens": 295,
     "CTC losses: one op, whose saved values have sizes made of dims": 200,
     "told at once: an epoch before the resumed one; no floats behind torch.compile": 10,
-    "models that check values and raise, as transformers' speech models do": 94,
+    "models that check values and raise, as transformers' speech models do": 95,
 }
 MOST = {
     "lines in dcpc/": 76_640 + sum(JOINED.values()),

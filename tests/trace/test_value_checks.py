@@ -36,6 +36,10 @@ def asserted_not(x):
     assert not (x < 0).any()
 
 
+def of_items(x):
+    assert torch.all(x >= 0).item(), "negative"
+
+
 def both(x):
     if (x.max() > 2 and
             x.min() < 0):  # fmt: skip
@@ -49,7 +53,7 @@ def said_again(x):
         raise TypeError from error
 
 
-CHECKS = [above, below, either, asserted, asserted_not, both, said_again]
+CHECKS = [above, below, either, asserted, asserted_not, of_items, both, said_again]
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -73,6 +77,13 @@ def otherwise(x):
         raise ValueError
     else:
         return 1
+
+
+def kept(x):
+    most = x.max().gt(2).item()
+    if x.numel() and most:
+        return 1
+    raise ValueError
 
 
 def caught(x):
@@ -107,7 +118,7 @@ def nested(x):
 
 
 @pytest.mark.parametrize(
-    "function", [branch, otherwise, caught, caught_by_its_caller, chosen, nested]
+    "function", [branch, otherwise, kept, caught, caught_by_its_caller, chosen, nested]
 )
 def test_other_branches_are_as_they_are(function):
     with Capturable() as told:

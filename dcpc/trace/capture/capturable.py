@@ -401,7 +401,8 @@ class Capturable(TorchFunctionMode):
             found = _INSTEAD[func](*args, **kwargs)
             if found is not NotImplemented:
                 return found
-        if func is Tensor.__bool__ and (passed := passing()) is not None:
+        asks = func is Tensor.__bool__ or (func is Tensor.item and args[0].dtype == torch.bool)
+        if asks and (passed := passing()) is not None:
             self.checks.append(running_line())
             return passed
         if func in _NUMBERS:
