@@ -224,7 +224,7 @@ class Buckets:
         """Whether the trace of these buckets, which share one, is for some lengths."""
         ranges = {n: self.range_of(n) for n in self.names if n != BATCH}
         within = all(low <= sizes[n] <= high for n, (low, high) in ranges.items())
-        return within and self.fixed(sizes) in self.by_trace()
+        return within and self.fixed(sizes) == self.fixed(self.buckets[0].sizes)
 
     def with_static(self, static: Mapping[str, str]) -> "Buckets":
         """Returns the buckets with other dims static; with `batch` each has micro-batches of 1."""

@@ -26,10 +26,7 @@ MOST_STATIC_TRACES = 32
 def trace_all(
     model: nn.Module, buckets: Buckets, autocast: torch.dtype | None, loss: Loss | None
 ) -> tuple[Buckets, list[Program]]:
-    """Returns a program of each trace of `buckets`, and these with the dims that must be static.
-
-    Args and errors are those of `trace_static`.
-    """
+    """Returns as `trace_static`, with no dim static where none has to be; errors are the same."""
     try:
         return buckets, [trace(model, b, autocast, loss) for b in buckets.by_trace().values()]
     except SizeError as refused:

@@ -18,6 +18,7 @@ from itertools import islice
 from dcpc.errors import is_ours
 
 _At = tuple[int | None, int | None, int | None, int | None]  # first and last line, and columns
+_parse = cache(ast.parse)
 
 
 def passing() -> bool | None:
@@ -29,27 +30,28 @@ def passing() -> bool | None:
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     tree, callers = _tree(frame.f_code.co_filename), [frame]
-    while (back := callers[-1].f_back) is not None and not is_ours(back.f_code.co_filename):
-        callers.append(back)
-    # torch's own code between them raises an error of forward's again.
-    theirs = [f for f in callers if "/torch/" not in f.f_code.co_filename]
-    if any(_catches(_tree(f.f_code.co_filename), f.f_lineno) for f in theirs):
-        return None
     # What makes the value comes before what tests it, but for comparisons in Python 3.13.
     now = frame.f_lasti // 2
     places = islice(frame.f_code.co_positions(), max(0, now - 1), now + 1)
-    return next((x for x in (_in_block(tree, at) for at in places) if x is not None), None)
+    found = next((x for x in (_in_block(tree, at) for at in places) if x is not None), None)
+    while (back := callers[-1].f_back) is not None and not is_ours(back.f_code.co_filename):
+        callers.append(back)
+    # torch's own code between them raises an error of forward's again.
+    theirs = [(f.f_code.co_filename, f.f_lineno) for f in callers]
+    outside = ((_tree(file), line) for file, line in theirs if "/torch/" not in file)
+    return None if found is None or any(_catches(*at) for at in outside) else found
 
 
-@cache
 def _tree(file: str) -> ast.AST:
-    """Returns the code of a file, empty where there is none."""
+    """Returns the code of a file as it is now, empty where there is none."""
+    linecache.checkcache(file)
     try:
-        return ast.parse("".join(linecache.getlines(file)))
+        return _parse("".join(linecache.getlines(file)))  # type: ignore[no-any-return]
     except SyntaxError:
         return ast.Module([], [])
 
 
+@cache
 def _catches(tree: ast.AST, line: int) -> bool:
     """Whether a `try` around a line may go on after an error: a handler that does not raise."""
     for node in ast.walk(tree):

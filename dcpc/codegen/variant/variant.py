@@ -180,14 +180,14 @@ def _holds(
     if isinstance(guard, sympy.And):
         return all(_holds(part, sizes, raised) for part in guard.args)
     found = _at(guard, sizes)
-    if found is None:  # it divides by 0: it may hold whatever the empty sizes are
-        found = _at(guard, {symbol: v for symbol, v in sizes.items() if v})
     if found == sympy.true:
         return True
+    if found is None and _at(guard, {s: v for s, v in sizes.items() if v}) == sympy.true:
+        return True  # it divides by 0, and holds whatever the empty sizes are
     if isinstance(guard, sympy.Eq):
         # Of no element strides say nothing, and torch writes Max(1, size) for them.
         # One that divides by 0 says nothing of these sizes: the graph may be another's.
-        return _at(guard, sizes) is not None and _at(of_some(guard), sizes) != sympy.false
+        return found is not None and _at(of_some(guard), sizes) != sympy.false
     return bool(_at(guard, raised) != sympy.false)
 
 

@@ -164,11 +164,13 @@ class Prepared:
             self.ready()
         return self.wide
 
-    def ready(self) -> None:
-        """Compiles the variants of the trace that is compared next."""
+    def ready(self) -> Prepared:
+        """Returns itself, with the variants compiled of the trace that is compared next."""
+        _refuse_draws(self.split)
         every = (self.wide or self.split, *self.others.values())
         for sizes, recompute, split in product(self.shapes, self.recomputes, every):
             split.ready(sizes, recompute)
+        return self
 
 
 @without_collection()
@@ -203,24 +205,23 @@ def prepare(
         model = make().double().eval()
         every, programs = trace_all(model, float64_specs(buckets), None, NORMS)
         refuse_untraced(every, shapes)
-        each_s = (time.perf_counter() - start_s) / len(programs)
-        found: list[Prepared | Verdict] = []
-        for mine, program in zip(every.by_trace().values(), programs, strict=True):
-            own, at = _within(mine, shapes or shapes_of(mine, sp), large)
-            if not own:
-                continue
-            taken, skipped = _taken(model, mine, own, example)
-            split = SplitModel(model, mine, at, sp=sp, attention=attention[0], program=program)
-            split.trace_s += each_s
-            _refuse_draws(split)
-            ways = {w: split.of("eager", sp, w) for w in split.lowerings() if w in attention[1:]}
-            done = Prepared(
-                model, mine, split, at, taken, skipped, example, tuple(recomputes), others=ways
-            )
-            done.ready()
-            found.append(done)
     except DcpcError as error:
         return [Verdict(sp, error=f"{type(error).__name__}: {error}")]
+    each_s = (time.perf_counter() - start_s) / len(programs)
+    found: list[Prepared | Verdict] = []
+    for mine, program in zip(every.by_trace().values(), programs, strict=True):
+        own, at = _within(mine, shapes or shapes_of(mine, sp), large)
+        if not own:
+            continue
+        try:
+            taken = _taken(model, mine, own, example)
+            split = SplitModel(model, mine, at, sp=sp, attention=attention[0], program=program)
+            split.trace_s += each_s
+            ways = {w: split.of("eager", sp, w) for w in split.lowerings() if w in attention[1:]}
+            done = Prepared(model, mine, split, at, *taken, example, tuple(recomputes), others=ways)
+            found.append(done.ready())
+        except DcpcError as error:
+            found.append(Verdict(sp, error=f"{type(error).__name__}: {error}"))
     return found
 
 

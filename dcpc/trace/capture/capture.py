@@ -346,7 +346,7 @@ def _export(
 
 
 def _warn(noted: _Noted) -> None:
-    for line in noted.checks:
+    for line in dict.fromkeys(noted.checks):
         warnings.warn(
             f"forward raises an error for some values{line}: a compiled model does not look at "
             "them, and computes; check values in the dataset, or before the call",
