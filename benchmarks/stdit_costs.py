@@ -28,7 +28,7 @@ import dcpc
 from benchmarks.harness import timed
 from dcpc.codegen import Library
 from dcpc.plan.folding import Lift, fold
-from dcpc.plan.priced import Priced
+from dcpc.plan.prices.priced import Priced
 from dcpc.plan.traced import traced
 from dcpc.symbolic_profile import find
 from models.stdit import XL, RectifiedFlow, STDiT, STDiTConfig
@@ -43,8 +43,8 @@ CACHE = ROOT / "build" / "stdit_costs"
 # What a profile depends on: the cache is good as long as these say the same.
 SOURCES = (
     "dcpc/trace", "dcpc/passes", "dcpc/codegen", "dcpc/symbolic_profile", "dcpc/plan/traced.py",
-    "dcpc/plan/folding.py", "dcpc/plan/placements.py", "dcpc/plan/priced.py",
-    "dcpc/plan/studies.py", "dcpc/ir", "models/stdit.py", "benchmarks/stdit_costs.py",
+    "dcpc/plan/folding.py", "dcpc/plan/prices/placements.py", "dcpc/plan/prices/priced.py",
+    "dcpc/plan/prices/studies.py", "dcpc/ir", "models/stdit.py", "benchmarks/stdit_costs.py",
 )  # fmt: skip
 INPUTS = {
     "latents": "{dtype}[batch, {channels}, frames, tokens*2, 2]",

@@ -42,7 +42,9 @@ def of_one_rank(options: PlanOptions) -> PlanOptions:
     # Its wires, sums and groups of ranks are as many as a rank may have.
     among = MOST_COMMUNICATORS if options.world > 1 else 0
     memory = rank_memory_bytes(options.memory, target_of(options.device), options.world, among)
-    return replace(options, world=1, memory=memory, sp=1, parameters="whole")
+    # Which buckets need tiles is not known before the cut: all or none have them.
+    tile = "none" if options.tile == "auto" else options.tile
+    return replace(options, world=1, memory=memory, sp=1, parameters="whole", tile=tile)
 
 
 @taking(PlanOptions)

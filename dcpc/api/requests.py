@@ -54,6 +54,7 @@ def request_of(
         gradient_bytes=rows_bytes,
         communicators=among,
         optimizer=optimizer,
+        tile=options.tile,
     )
 
 

@@ -23,10 +23,11 @@ from dcpc.passes.sharding.rules import warn_derived, warn_replicated
 from dcpc.plan.choose import elements
 from dcpc.plan.folding import gathering
 from dcpc.plan.options import PlanOptions, degrees, few_degrees, fitting_degrees
-from dcpc.plan.placements import compute_dtype
 from dcpc.plan.planning import Planned, plan_buckets
+from dcpc.plan.prices.placements import compute_dtype
 from dcpc.plan.progress import tracked
 from dcpc.plan.runnable import Runnable
+from dcpc.plan.tiling import TileLadder
 from dcpc.plan.traced import Traced, traced
 from dcpc.symbolic_profile import Calibration, CalibrationKey, Device, calibrated, machine
 from dcpc.trace import autocast_dtype, casting, checked_dtype
@@ -201,7 +202,8 @@ def _planned(traces: Traces, options: PlanOptions, partly: bool) -> Planned:
     if traces.device.communicator_bytes and options.sp == "auto":
         sps = few_degrees(sps, world)
     request = request_of(traces.model, options, sps, traces.device)
-    by_bucket = traces.held(options)
+    ladder = TileLadder(traces.held(options), request.tile)
+    by_bucket = ladder.by_bucket
     used = [*{id(v): v.traced for v in by_bucket.values()}.values()]
     if traces.calibration is not None:
         wanted = calibration_key(used, traces.device, traces.at, world)
@@ -210,7 +212,8 @@ def _planned(traces: Traces, options: PlanOptions, partly: bool) -> Planned:
         warn_replicated({n: r for v in used for n, r in v.sharding.replicated.items()})
         warn_derived({op: rule for v in used for op, rule in v.sharding.derived.items()})
     with casting(traces.at.type, None):  # what is traced now has its casts already
-        found = plan_buckets({b: v.priced for b, v in by_bucket.items()}, request, partly=partly)
+        found = plan_buckets(ladder.priced, request, partly=partly, others=ladder.others)
+    by_bucket = ladder.chosen(found.priced)
     for runnable in by_bucket.values():
         runnable.priced.placements.settle()
     return Planned(

@@ -28,6 +28,7 @@ from dcpc.ir import Program
 from dcpc.plan.following import Followed, stands_for
 from dcpc.plan.planning import Planned, plan_with_degrees
 from dcpc.plan.runnable import Runnable
+from dcpc.plan.tiling import TileLadder
 from dcpc.runtime.groups.same_state import checksum
 from dcpc.trace import casting, trace
 from dcpc.trace.loss import Loss
@@ -201,8 +202,8 @@ class Editions:
         return self._alike[modes]
 
     def _are_first(self, programs: Sequence[Program]) -> bool:
-        pairs = zip(self.first.planned.traces, programs, strict=True)
-        return all(stands_for(v.traced.program, program) for v, program in pairs)
+        pairs = zip(self.first.planned.captured(self.first.buckets), programs, strict=True)
+        return all(stands_for(before, program) for before, program in pairs)
 
     def _postponed(self) -> DcpcError | None:
         if self.first.verifier.postponed_s is None:
@@ -321,9 +322,11 @@ class Editions:
         """
         first = self.first.planned
         with casting(self._device_type, None):
-            plans, tables, misfits = plan_with_degrees(
-                {b: v.priced for b, v in by_bucket.items()}, first.request, degrees
+            ladder = TileLadder(by_bucket, first.request.tile)
+            plans, tables, misfits, chosen = plan_with_degrees(
+                ladder.priced, first.request, degrees, ladder.others
             )
+            by_bucket = ladder.chosen(chosen)
         for error in () if self.partly else misfits.values():
             raise error
         for runnable in by_bucket.values():

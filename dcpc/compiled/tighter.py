@@ -203,7 +203,7 @@ class TighterPlans:
         for budget in budgets:
             request = replace(self.planned.request, memory_bytes=budget)
             with casting(self.groups.device.type, None):
-                plans, tables, _ = plan_buckets({bucket: runnable.priced}, request)
+                plans, tables, *_ = plan_buckets({bucket: runnable.priced}, request)
             if plans:
                 plain = {"sp", "micro_batch", "menu_step", "seconds_s", "fits", "peak_bytes",
                          "again_bytes", "activation_bytes"}  # fmt: skip

@@ -17,6 +17,7 @@ from dcpc.ir.placement import (
     NodePlacement,
     Placement,
     RowCheck,
+    TileRegion,
     UnpadPlan,
 )
 from dcpc.ir.program import Program, TensorInfo, call_of, is_tuple, tensor_operands
@@ -46,6 +47,7 @@ __all__ = [
     "RowCheck",
     "Schedule",
     "TensorInfo",
+    "TileRegion",
     "UnpadPlan",
     "ValueRange",
     "Work",

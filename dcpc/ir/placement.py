@@ -124,6 +124,27 @@ class RowCheck:
 
 
 @dataclass(frozen=True, slots=True)
+class TileRegion:
+    """Calls of a program that can run a few rows at a time; a row is a (sample, position).
+
+    Attributes:
+        calls: names of the calls, in graph order.
+        operands: names of the values that enter, in order.
+        exits: names of the calls whose values are read elsewhere, too.
+        rows: keys of the factors whose product is the number of rows, in their order.
+        factors: node name -> the factors of each dim of its value.
+        learns: indices of the operands that get a gradient.
+    """
+
+    calls: tuple[str, ...]
+    operands: tuple[str, ...]
+    exits: tuple[str, ...]
+    rows: tuple[int, ...]
+    factors: Mapping[str, tuple[tuple[Factor, ...], ...]]
+    learns: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class UnpadPlan:
     """Values of a program that are computed for valid rows only; a row is a (sample, position).
 

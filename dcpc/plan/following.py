@@ -125,11 +125,10 @@ class Followed:
         if any(now.kinds.get(n, k) != k for n, k in compiled.kinds.items()):
             raise self._refused(changes)
         try:
-            for runnable, mine in zip(
-                self._planned.traces, self._buckets.by_trace().values(), strict=True
-            ):
+            groups = self._buckets.by_trace().values()
+            for before, mine in zip(self._planned.captured(self._buckets), groups, strict=True):
                 now_traced = trace(model, mine, self._planned.autocast, self._planned.loss)
-                if not stands_for(runnable.traced.program, now_traced):
+                if not stands_for(before, now_traced):
                     raise self._refused(changes)
         except TraceError as e:
             raise self._refused(changes, f", and cannot be captured any more ({e})") from e

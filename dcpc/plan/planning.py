@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-from dcpc.buckets import BATCH, Bucket, Sizes
+from dcpc.buckets import BATCH, Bucket, Buckets, Sizes
 from dcpc.codegen.variant.source import variant_source
 from dcpc.errors import BucketError, PlanError
 from dcpc.fx.garbage import without_collection
 from dcpc.ir import BucketPlan, Placement, Profile, Program
-from dcpc.ir.thresholds import DOUBLING_GAIN, PLACEMENT_LOSS, WIDER_GROUP_GAIN
+from dcpc.ir.thresholds import DOUBLING_GAIN, PLACEMENT_LOSS, TILE_GAIN, WIDER_GROUP_GAIN
 from dcpc.plan.choose import TriedRow, choose, crossover_text, least_recompute
 from dcpc.plan.notes.attention import attention_lines
 from dcpc.plan.notes.gathers import gather_lines
 from dcpc.plan.notes.kernels import kernel_lines
-from dcpc.plan.priced import Priced
+from dcpc.plan.prices.priced import Priced
+from dcpc.plan.prices.studies import Study
 from dcpc.plan.progress import tracked
 from dcpc.plan.runnable import Runnable
-from dcpc.plan.studies import Study
 from dcpc.symbolic_profile import (
     LARGE_SEGMENT_BYTES,
     Device,
@@ -68,6 +68,7 @@ class PlanRequest:
         communicators: process groups of a rank whose buffers torch does not count (NCCL); 0 on a
             CPU.
         optimizer: memory of what trains the model.
+        tile: most rows of a tile of the widest values; "auto": where that pays; "none": no tiles.
     """
 
     sps: tuple[int, ...]
@@ -82,6 +83,7 @@ class PlanRequest:
     gradient_bytes: int = 0
     communicators: int = 0
     optimizer: OptimizerMemory = field(default_factory=OptimizerMemory)
+    tile: int | str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,12 @@ class Planned:
     def traces(self) -> tuple[Runnable, ...]:
         """The distinct traces with their graphs, in the order of the buckets."""
         return tuple({id(v): v for v in self.by_bucket.values()}.values())
+
+    def captured(self, buckets: Buckets) -> list[Program]:
+        """Returns the program that was captured for each group of buckets that share a trace."""
+        firsts = (next(iter(mine)) for mine in buckets.by_trace().values())
+        each = (self.by_bucket[bucket].traced for bucket in firsts)
+        return [traced.whole or traced.program for traced in each]
 
     @property
     def device(self) -> Device:
@@ -269,15 +277,30 @@ class BucketPlans(NamedTuple):
         plans: bucket -> its setting, of those that fit.
         tables: bucket -> the rows it was chosen from.
         misfits: bucket that fits with no setting -> the error that says so.
+        priced: bucket -> prices of the program that it runs.
     """
 
     plans: dict[Bucket, BucketPlan]
     tables: dict[Bucket, tuple[TriedRow, ...]]
     misfits: dict[Bucket, PlanError]
+    priced: dict[Bucket, Priced]
+
+
+# Programs of the same numbers for a bucket, each with the reason for it.
+Others: TypeAlias = Callable[[Bucket, BucketPlan | PlanError], Iterator[tuple[Priced, str]]]
+
+
+def no_others(bucket: Bucket, plan: BucketPlan | PlanError) -> Iterator[tuple[Priced, str]]:
+    """Yields no other program for a bucket."""
+    return iter(())
 
 
 def plan_buckets(
-    by_bucket: Mapping[Bucket, Priced], request: PlanRequest, *, partly: bool = True
+    by_bucket: Mapping[Bucket, Priced],
+    request: PlanRequest,
+    *,
+    partly: bool = True,
+    others: Others = no_others,
 ) -> BucketPlans:
     """Returns the setting of every bucket, the rows it was chosen from, and the misfits.
 
@@ -286,14 +309,24 @@ def plan_buckets(
         request: options that the plan depends on.
         partly: whether to go on with other buckets when one fits with no setting; else planning
             ends there.
+        others: function that yields other programs of the same numbers for a bucket, given the plan
+            with the last one.
     """
-    found = BucketPlans({}, {}, {})
+    found = BucketPlans({}, {}, {}, {})
     left = [*by_bucket]
     with without_collection():  # all graphs stay alive: a collection would find nothing
         for bucket, priced in tracked([*by_bucket.items()], "plan", lambda item: item[0]):
             left.remove(bucket)
             later = [b for b in left if by_bucket[b] is priced]
-            plan, found.tables[bucket] = _plan(priced, bucket, request, later)
+            plan, table = _plan(priced, bucket, request, later)
+            for other, why in others(bucket, plan):
+                tried, rows = _plan(other, bucket, request, ())
+                if isinstance(tried, BucketPlan) and _is_better(tried, plan):
+                    plan, table = replace(tried, reason=f"{tried.reason}; {why}"), rows
+                    priced = other
+                    if not plan.menu_step:
+                        break
+            found.tables[bucket], found.priced[bucket] = table, priced
             if isinstance(plan, BucketPlan):
                 found.plans[bucket] = plan
                 continue
@@ -303,21 +336,34 @@ def plan_buckets(
     return found
 
 
+def _is_better(tried: BucketPlan, plan: BucketPlan | PlanError) -> bool:
+    """Whether a plan with another program fits where the first does not, or is quicker."""
+    if isinstance(plan, PlanError):
+        return True
+    each = (p.seconds_s * p.sp / p.micro_batch for p in (tried, plan))
+    return next(each) < (1 - TILE_GAIN) * next(each)
+
+
 def plan_with_degrees(
-    by_bucket: Mapping[Bucket, Priced], request: PlanRequest, degrees: Mapping[Bucket, int]
+    by_bucket: Mapping[Bucket, Priced],
+    request: PlanRequest,
+    degrees: Mapping[Bucket, int],
+    others: Others = no_others,
 ) -> BucketPlans:
     """Plans like `plan_buckets`, with a given degree for each bucket."""
     plans: dict[Bucket, BucketPlan] = {}
     tables: dict[Bucket, tuple[TriedRow, ...]] = {}
     misfits: dict[Bucket, PlanError] = {}
+    chosen: dict[Bucket, Priced] = {}
     for sp in sorted(set(degrees.values())):
         mine = {b: priced for b, priced in by_bucket.items() if degrees[b] == sp}
-        found = plan_buckets(mine, replace(request, sps=(sp,)))
+        found = plan_buckets(mine, replace(request, sps=(sp,)), others=others)
+        chosen |= found.priced
         plans |= found.plans
         tables |= found.tables
         misfits |= found.misfits
     in_order = {b: plans[b] for b in by_bucket if b in plans}
-    return BucketPlans(in_order, {b: tables[b] for b in by_bucket}, misfits)
+    return BucketPlans(in_order, {b: tables[b] for b in by_bucket}, misfits, chosen)
 
 
 def _plan(

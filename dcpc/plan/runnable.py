@@ -16,7 +16,7 @@ from dcpc.codegen import LoweredPair, Variant, with_quotients
 from dcpc.errors import CodegenError
 from dcpc.ir import Partition, Placement, Program
 from dcpc.plan.folding import lift_of
-from dcpc.plan.priced import Priced
+from dcpc.plan.prices.priced import Priced
 from dcpc.plan.traced import Hints, Traced
 
 
@@ -69,6 +69,7 @@ class Runnable:
         traced: traced program.
         priced: prices of the program, and the values that each recompute step recomputes.
         inspector: checker of each variant before its first run; None: no check.
+        in_tiles: the program in tiles, by the arguments of `tiled` in `tiling.py`.
     """
 
     def __init__(self, traced: Traced) -> None:
@@ -76,6 +77,7 @@ class Runnable:
         self._partitions: dict[tuple[object, ...], Partition] = {}
         self._variants: dict[tuple[object, ...], list[Variant]] = {}
         self.inspector: Inspector | None = None
+        self.in_tiles: dict[tuple[int, float], Runnable | None] = {}
 
     @property
     def runs_what_was_priced(self) -> bool:

@@ -60,6 +60,7 @@ class Traced:
         libraries: backend -> derivatives of calls, shared between programs of one model.
         attention: how attention may be split, as for `restricted`.
         tracers: backend -> differentiator of the program's lowered graphs.
+        whole: program as it was captured, if this one runs parts of it in tiles.
     """
 
     program: Program
@@ -73,6 +74,7 @@ class Traced:
     libraries: dict[str, Library] = field(default_factory=dict)
     attention: str = "auto"
     tracers: dict[str, Tracer] = field(default_factory=dict)
+    whole: Program | None = None
     _ids: dict[tuple[int, int], tuple[Placement, PlacementId]] = field(
         init=False, default_factory=dict
     )

@@ -10,7 +10,13 @@ from dcpc.symbolic_profile.memory.optimizer import (
 )
 from dcpc.symbolic_profile.memory.sizes import bytes_of
 from dcpc.symbolic_profile.ops.onednn import halves
-from dcpc.symbolic_profile.profile import Costs, Ledger, profile_partition, with_constants
+from dcpc.symbolic_profile.profile import (
+    Costs,
+    Ledger,
+    profile_partition,
+    tile_costs,
+    with_constants,
+)
 from dcpc.symbolic_profile.report import (
     COLUMNS,
     ReportRow,
@@ -82,6 +88,7 @@ __all__ = [
     "seconds_text",
     "state_bytes",
     "step_bytes",
+    "tile_costs",
     "variant_formulas",
     "with_constants",
 ]

@@ -175,7 +175,7 @@ class Meter:
     def _all_work(self, ledger: Ledger) -> list[Work]:
         kinds = ledger.kinds(self._nodes)
         both = [ledger.work(n, forward=f) for n in kinds for f in (True, False)]
-        return list(dict.fromkeys(w for w in both if w is not None))
+        return list(dict.fromkeys(w for each in both for w in each))
 
     def _price(self, ledger: Ledger, work: Sequence[Work]) -> None:
         """Stores the ledger's group sizes and the coefficients of each call's costs."""
@@ -190,7 +190,7 @@ class Meter:
         counted = [w.op_class in MATMUL_CLASSES for w in work]
         self._flops = basis.matrix([w.flops for w in work]) * np.array(counted)[:, None]
         self._wire = basis.matrix([w.wire_bytes for w in work])
-        self._of: dict[fx.Node, tuple[int, int]] = {}
+        self._of: dict[fx.Node, tuple[list[int], list[int]]] = {}
 
     def read(self, costs: Costs, dims: Mapping[str, int], device: Device) -> Prediction:
         """Returns memory, FLOPs and seconds of a run."""
@@ -218,16 +218,17 @@ class Meter:
         if id(costs) not in self._counted:
             counts = np.zeros(len(self._numbers))
             for node, forward, count in costs.calls:
-                counts[self._number(node)[0 if forward else 1]] += count
+                for number in self._number(node)[0 if forward else 1]:
+                    counts[number] += count
             self._counted[id(costs)] = costs, counts
         return self._counted[id(costs)][1]
 
-    def _number(self, node: fx.Node) -> tuple[int, int]:
+    def _number(self, node: fx.Node) -> tuple[list[int], list[int]]:
         """Returns the numbers of a call's work in forward and in backward."""
         found = self._of.get(node)
         if found is None:
             both = (self._ledger.work(node, forward=f) for f in (True, False))
-            forward, backward = (self._numbers[w] for w in both if w is not None)
+            forward, backward = ([self._numbers[w] for w in each] for each in both)
             found = self._of[node] = forward, backward
         return found
 
@@ -282,7 +283,7 @@ class Meter:
         whole, exact = self._at(dims)
         each = self._roofline.seconds(exact, device)
         work = [self._ledger.work(n, forward=forward) for n in nodes]
-        seconds = [0.0 if w is None else each[self._numbers[w]] for w in work]
+        seconds = [sum(each[self._numbers[w]] for w in some) for some in work]
         values = [self._ledger.facts.of(n) for n in nodes]
         sizes = [self._rows[v[0].storage_bytes] @ whole if v else 0 for v in values]
         return np.array(seconds, dtype=np.float64), np.array(sizes, dtype=np.float64)

@@ -77,6 +77,22 @@ def _shares(rows: Any, samples: Any) -> Any:
     return np.where((rows > 1) & (rows < samples), 1, 0)
 
 
+class TileCount(OfIntegers):
+    """Number of tiles of a number of rows, with at most so many rows each."""
+
+
+def _tiles(rows: Any, most: Any) -> Any:
+    return -(-rows // most)
+
+
+class TileRows(OfIntegers):
+    """Rows of the largest tile, of a number of rows and at most so many in each."""
+
+
+def _tile_rows(rows: Any, most: Any) -> Any:
+    return -(-rows // np.maximum(_tiles(rows, most), 1))
+
+
 _BITWISE = ("and", "or", "xor")
 _UNARY = ("sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "exp", "log", "log2")
 _ARCS = ("sin", "cos", "tan", "sinh")
@@ -87,6 +103,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Packs": _packs,
     "Short": _short,
     "Shares": _shares,
+    "TileCount": _tiles,
+    "TileRows": _tile_rows,
     "FloorDiv": lambda a, b: a // b,
     "CleanDiv": lambda a, b: a // b,
     "CeilDiv": lambda a, b: -(-a // b),

@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -22,6 +22,7 @@ from dcpc.symbolic_profile.memory.memory import MemoryTimeline, live_rows, timel
 from dcpc.symbolic_profile.memory.run import RankRun
 from dcpc.symbolic_profile.ops.facts import Facts, GroupSize, at_ranks
 from dcpc.symbolic_profile.ops.flops import ZERO, cost_of
+from dcpc.symbolic_profile.ops.tile_costs import TileCosts, tile_work
 from dcpc.symbolic_profile.ops.transients import transient_bytes
 from dcpc.symbolic_profile.polynomials import Basis, undominated
 from dcpc.symbolic_profile.seconds.time import MATMUL_CLASSES
@@ -69,6 +70,9 @@ class Costs:
     unpriced: tuple[str, ...]
 
 
+Works: TypeAlias = tuple[Work, ...]
+
+
 class Ledger:
     """Costs of each node of a graph, read once for all runs of it.
 
@@ -103,17 +107,17 @@ class Ledger:
         self._likes: dict[tuple[object, ...], int] = {}
         self._firsts: list[fx.Node] = []
         self._transients: dict[int, sympy.Expr] = {}
-        self._works: dict[int, tuple[Work, Work] | None] = {}
+        self._works: dict[int, tuple[Works, Works]] = {}
         known = ({}, {}) if like is None else (like._known_transients, like._known_works)
         self._known_transients: dict[tuple[object, ...], sympy.Expr] = known[0]
-        self._known_works: dict[tuple[object, ...], tuple[Work, Work] | None] = known[1]
+        self._known_works: dict[tuple[object, ...], tuple[Works, Works]] = known[1]
 
     def at(self, sp: int) -> Ledger:
         """Returns the same for groups of so many ranks, with all that does not depend on it."""
         other = copy.copy(self)
         other._sp = sp
         other._works = {
-            k: w for k, w in self._works.items() if w is None or not _depends_on_ranks(w[0])
+            k: w for k, w in self._works.items() if not any(map(_depends_on_ranks, w[0]))
         }
         return other
 
@@ -169,22 +173,26 @@ class Ledger:
         arguments = tree_key((node.args, node.kwargs), plain)
         return node.target, id(node.meta.get("val")), *alike, *first, arguments
 
-    def work(self, node: fx.Node, *, forward: bool) -> Work | None:
-        """Returns the cost of a call, None for one without a cost (a view)."""
+    def work(self, node: fx.Node, *, forward: bool) -> Works:
+        """Returns the costs of a call: none of a view, several of a region that runs in tiles."""
         kind = self._kind(node)
         if kind not in self._works:
             self._works[kind] = self._work(self._firsts[kind])
-        both = self._works[kind]
-        return None if both is None else both[0 if forward else 1]
+        return self._works[kind][0 if forward else 1]
 
-    def _work(self, node: fx.Node) -> tuple[Work, Work] | None:
+    def _work(self, node: fx.Node) -> tuple[Works, Works]:
         like = self._like(node)
         for key in (like, (self._sp, like)):
             if key in self._known_works:
                 return self._known_works[key]
-        own = cost_of(node, self.facts, self._sp)
-        both = None if own is None else (own, replace(own, forward=False))
-        ranked = own is not None and _depends_on_ranks(own)
+        tiles = tile_work(node, self.facts)
+        own = (cost_of(node, self.facts, self._sp),) if tiles is None else tiles
+        found = tuple(w for w in own if w is not None)
+        both = (
+            tuple(replace(w, forward=True) for w in found),
+            tuple(replace(w, forward=False) for w in found),
+        )
+        ranked = any(map(_depends_on_ranks, found))
         self._known_works[(self._sp, like) if ranked else like] = both
         return both
 
@@ -220,11 +228,11 @@ class Ledger:
                     counts[self._kind(node)] += stands_for(node.name) - 1
             for kind, count in counts.items():
                 first = self._firsts[kind]
-                call = self.work(first, forward=forward)
-                if call is None:
+                work = self.work(first, forward=forward)
+                if not work:
                     continue
                 found.append((first, forward, count))
-                if call.op_class == "unpriced":
+                if any(w.op_class == "unpriced" for w in work):
                     unpriced[str(first.target)] = None
         if unpriced:
             warnings.warn(
@@ -264,9 +272,8 @@ class Ledger:
         kept = undominated(rows, basis)
         counts: Counter[Work] = Counter()
         for node, forward, count in costs.calls:
-            call = self.work(node, forward=forward)
-            assert call is not None, f"{node} costs nothing"
-            counts[call] += count
+            for each in self.work(node, forward=forward):
+                counts[each] += count
         work = tuple(replace(w, count=n) for w, n in counts.items())
         matmuls = [w for w in work if w.op_class in MATMUL_CLASSES]
         return Profile(
@@ -284,6 +291,30 @@ class Ledger:
             unpriced=costs.unpriced,
             symbols=self.facts.symbols,
         )
+
+
+def tile_costs(ledger: Ledger, costs: Costs, rows: sympy.Symbol) -> TileCosts:
+    """Returns the costs of a program of some rows as those of a tile.
+
+    Args:
+        ledger: ledger of the program's graph.
+        costs: its costs.
+        rows: symbol of the number of rows.
+    """
+    found: dict[bool, list[Work]] = {True: [], False: []}
+    for node, forward, count in costs.calls:
+        for w in ledger.work(node, forward=forward):
+            flops, moved = count * w.flops, count * w.bytes_moved
+            found[forward].append(replace(w, flops=flops, bytes_moved=moved))
+    live, basis = live_rows(costs.timeline)
+    start = costs.timeline.names.index("backward")
+    halves = []
+    for half in (live[:start], live[start:]):
+        kept = undominated(half, basis)
+        halves.append(tuple(basis.expression(half[i]) for i in kept))
+    made, differentiated = (tuple(found[forward]) for forward in (True, False))
+    first, second = halves
+    return TileCosts(rows, made, (*made, *differentiated), first, (*first, *second))
 
 
 def with_constants(profile: Profile, values: Mapping[sympy.Symbol, sympy.Integer]) -> Profile:

@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dcpc.ops.tiled import in_float64
+
 aten = torch.ops.aten
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,7 +30,7 @@ _DRAWS = (aten.rand.default, aten.randn.default)
 @contextmanager
 def float64_throughout() -> Iterator[None]:
     """Has casts to a lower floating dtype be casts to float64, and makes tensors of float64."""
-    with Float64Throughout(), _Float64Results():  # type: ignore[no-untyped-call]
+    with in_float64(), Float64Throughout(), _Float64Results():  # type: ignore[no-untyped-call]
         yield
 
 

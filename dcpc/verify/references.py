@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from dcpc.buckets import BATCH, Buckets
+from dcpc.buckets import BATCH, Bucket, Buckets
 from dcpc.plan.planning import Planned
 from dcpc.plan.traced import Traced
 from dcpc.trace.statistics import settled
@@ -73,8 +73,13 @@ class References:
         self.model, self.planned = model, planned
         self.budget = Budget(unbounded)
         self._specs = buckets.inputs
-        each = buckets.by_trace().values()
-        self.groups = [(mine, planned.by_bucket[next(iter(mine))].traced) for mine in each]
+        shared: dict[int, list[Bucket]] = {}
+        for bucket in buckets:
+            shared.setdefault(id(planned.by_bucket[bucket]), []).append(bucket)
+        self.groups = [
+            (buckets.like([b.sizes for b in mine]), planned.by_bucket[mine[0]].traced)
+            for mine in shared.values()
+        ]
         parameter = next(model.parameters(), None)
         self.device = torch.device("cpu")
         if parameter is not None and not parameter.is_meta:  # else it gets values on the CPU

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcpc.codegen import MISREAD, RUN
+from dcpc.ops.tiled import in_float64
 from dcpc.verify.draws import known_draws
 from dcpc.verify.float64 import float64_dtypes, float64_result
 
@@ -28,7 +29,8 @@ def calls(*, wide: bool, alike: bool) -> Make:
         args, kwargs = float64_dtypes(args, kwargs)
         if isinstance(function, torch._ops.OpOverload) and function.namespace == "aten":
             return float64_result(function, args, kwargs)
-        return function(*args, **kwargs)
+        with in_float64():
+            return function(*args, **kwargs)
 
     return made
 

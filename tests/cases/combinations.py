@@ -26,7 +26,7 @@ from tests.cases.exactness import SPLITTING
 from tests.cases.packed_models import NUMBERS, Documents
 
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
-VOCABULARY = 64
+VOCABULARY = 96  # wide enough for tiles
 INPUTS = dict.fromkeys(("input_ids", "attention_mask", "labels"), "int64[batch, seq]")
 PAD = {"input_ids": 0, "attention_mask": 0, "labels": -100}
 LENGTHS = (5, 8, 16, 3, 11, 8)
@@ -65,6 +65,7 @@ CHOICES = (
     Choice("sp", {"sp": 2}),
     Choice("attention", {"attention": "ring"}),
     Choice("recompute", {"recompute": "all"}),
+    Choice("tile", {"tile": 4}),
     Choice("unpad", {"unpad": True}),
     Choice("packing", loader={"packing": "segment_ids"}),
     Choice("stream", more="stream"),

@@ -16,7 +16,7 @@ from transformers import (
 
 from dcpc.verify.float64 import InFloat64
 
-VOCABULARY = 64
+VOCABULARY = 96
 POSITIONS = {n: "int64[batch, seq]" for n in ("input_ids", "position_ids", "labels")}
 NUMBERS = {n: "int64[batch, seq]" for n in ("input_ids", "segment_ids", "position_ids", "labels")}
 FAMILIES = {

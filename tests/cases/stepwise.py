@@ -13,7 +13,7 @@ from dcpc.symbolic_profile.memory.events import Folding, Own, Place, Recorder, S
 from dcpc.symbolic_profile.memory.lifetimes import Numbered
 from dcpc.symbolic_profile.memory.run import RankRun
 from dcpc.symbolic_profile.ops.facts import Facts
-from dcpc.symbolic_profile.ops.fusion import Kernel
+from dcpc.symbolic_profile.ops.fused.fusion import Kernel
 
 
 class Stepwise:

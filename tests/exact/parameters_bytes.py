@@ -19,7 +19,7 @@ import dcpc
 from dcpc.buckets import BATCH
 from dcpc.codegen import wire_log
 from dcpc.codegen.collectives.rows import rows_shape
-from dcpc.plan.studies import Study
+from dcpc.plan.prices.studies import Study
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.local_ranks import run_ranks
 from dcpc.runtime.planner.plans import rounds

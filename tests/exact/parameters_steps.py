@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import dcpc
 from dcpc.buckets import BATCH, Bucket
-from dcpc.plan.studies import Study
+from dcpc.plan.prices.studies import Study
 from dcpc.runtime.data.steps import MicroBatch, Step
 from dcpc.runtime.planner.plans import PlannedMicroBatch, step_plan
 

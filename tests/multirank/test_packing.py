@@ -13,7 +13,7 @@ import dcpc
 from dcpc.passes.masks.packable import packable
 from dcpc.passes.sharding.attention_ways import lowering_of
 from dcpc.plan.folding import lift_of
-from dcpc.plan.priced import Priced
+from dcpc.plan.prices.priced import Priced
 from dcpc.plan.traced import traced
 from tests.cases.exactness import SPLITTING, SplitModel, compiled_error, gradient_error, loss_error
 from tests.cases.launch import run_prepared

@@ -13,7 +13,7 @@ from dcpc.api import plan
 from dcpc.commands.check import SplitModel
 from dcpc.ir import Placement
 from dcpc.plan.folding import Lift, fold
-from dcpc.plan.priced import Priced
+from dcpc.plan.prices.priced import Priced
 from dcpc.symbolic_profile import Costs, Ledger, Meter, evaluator
 from models.gpt import GPT, GPTConfig
 from models.stdit import RectifiedFlow, STDiT, STDiTConfig

@@ -28,6 +28,7 @@ SHARED = {
     "device": "auto",
     "sp": "auto",
     "recompute": "auto",
+    "tile": "auto",
     "backend": "inductor",
     "optimizer": None,
     "optimizer_bytes": None,
@@ -106,6 +107,8 @@ def test_unknown_option_is_refused_before_anything_runs():
         ({"autocast": torch.int8}, r"autocast=torch.int8; expected"),
         ({"autocast": "float"}, r"autocast=torch.float32; expected"),
         ({"autocast": "bf17"}, r"autocast='bf17'; expected"),
+        ({"tile": 0}, r"tile=0; expected 'auto', 'none' or the most rows"),
+        ({"tile": True}, r"tile=True; expected"),
         ({"optimizer": torch.optim.SGD, "optimizer_bytes": 0}, r"expected one of them"),
     ],
 )
@@ -170,7 +173,7 @@ def test_what_a_shell_offers_is_what_an_option_takes():
             assert getattr(PlanOptions(**{name: read.value(choice)}), name) == read.value(choice)
     offering = {name for name, (_, read, _) in commanded().items() if read.choices}
     assert offering == {
-        "device", "sp", "recompute", "backend", "parameters", "attention", "autocast",
+        "device", "sp", "recompute", "tile", "backend", "parameters", "attention", "autocast",
         "batch_norm",
     }  # fmt: skip
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import dcpc
 from dcpc.api import plan
 from dcpc.commands.check import SplitModel
-from dcpc.plan.priced import Priced
-from dcpc.plan.studies import split_constants
+from dcpc.plan.prices.priced import Priced
+from dcpc.plan.prices.studies import split_constants
 from dcpc.symbolic_profile import Ledger, Meter, evaluator
 from models.gpt import GPT, GPTConfig
 
@@ -99,7 +99,7 @@ def check(mine: Priced, sizes: dict[str, int], sp: int, share: float) -> None:
 
 def test_what_a_report_supposes_no_call_uses(monkeypatch):
     """Only one rank makes reports: what it asks for must not change how it runs."""
-    monkeypatch.setattr("dcpc.plan.placements.PLACEMENT_LOSS", 1e9)  # anything is near
+    monkeypatch.setattr("dcpc.plan.prices.placements.PLACEMENT_LOSS", 1e9)  # anything is near
     mine = priced.__wrapped__("auto")
     sizes = {"seq": 2048, "batch": 1}
     supposed = mine.placement(sizes, 4, near=True)

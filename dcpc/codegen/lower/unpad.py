@@ -12,26 +12,19 @@ on data. Its other values stay the same.
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from dcpc.fx.graphs import without_unused
-from dcpc.fx.integers import Emitter
-from dcpc.ir import Factor, Program, TensorInfo, UnpadPlan, call_of, is_tuple, tensor_operands
+from dcpc.codegen.lower.rewriting import RowRewriting, Shape
+from dcpc.ir import Program, TensorInfo, UnpadPlan, tensor_operands
 from dcpc.ops.attention import ROWS_OP
 
 aten = torch.ops.aten
 
 INDICES = ("rows", "sample", "position", "sequence")  # inputs besides the program's own
-
-_RESIZED = (aten.reshape.default, aten.view.default, aten.expand.default)
-Shape = tuple[sympy.Expr, ...]
 
 
 def rows_name(number: int) -> str:
@@ -50,39 +43,18 @@ def apply_unpad(program: Program, plan: UnpadPlan) -> Program:
     return _Unpadding(program, plan).run()
 
 
-def _device(node: fx.Node) -> torch.device:
-    """Returns the device of a value: in its meta, if the node was made here."""
-    found: torch.device = node.meta["device"] if "device" in node.meta else node.meta["val"].device
-    return found
-
-
-class _Unpadding:
+class _Unpadding(RowRewriting):
     def __init__(self, program: Program, plan: UnpadPlan) -> None:
-        self.program, self.plan = program, plan
+        self.plan = plan
         self.number = next(i for i in count() if rows_name(i) not in program.symbols)
-        self.rows = sympy.Symbol(rows_name(self.number), integer=True, positive=True)
-        self.graph = fx.Graph()
-        self.info: dict[str, TensorInfo] = {}
-        self.scalars: dict[str, sympy.Expr] = {}
-        self.padded: dict[str, fx.Node] = {}  # by name in the program
-        self.packed: dict[str, fx.Node] = {}
         self.made = frozenset(plan.packed)
-        nodes = program.gm.graph.nodes
-        self.devices = {n.name: _device(n) for n in nodes if n.name in program.info}
         self.entered: dict[tuple[str, tuple[int, int] | None], fx.Node] = {}
-        self.tuples: dict[tuple[str, tuple[fx.Node, ...]], fx.Node] = {}
         self.indices: dict[str, fx.Node] = {}
-        self._placeholders()
-        self.emitter = Emitter(self.graph, self._symbols())
+        rows = sympy.Symbol(rows_name(self.number), integer=True, positive=True)
+        super().__init__(program, plan.factors, plan.batch, plan.seq, rows)
 
-    def _placeholders(self) -> None:
-        for node in self.program.gm.graph.nodes:
-            if node.op == "placeholder":
-                made = self.graph.placeholder(node.name)
-                assert made.name == node.name, f"{node.name} became {made.name}"
-                made.meta = dict(node.meta)
-                self.padded[node.name] = made
-                self.info[made.name] = self.program.info[node.name]
+    def placeholders(self) -> None:
+        """Adds the indices of the valid rows."""
         for which in INDICES:
             name = index_name(which, self.number).replace(".", "_")
             made = self.indices[which] = self.graph.placeholder(name)
@@ -90,99 +62,42 @@ class _Unpadding:
             self.info[made.name] = TensorInfo((*one, self.rows), torch.int64, False)
             made.meta["device"] = self.devices[next(iter(self.padded))]
 
-    def _symbols(self) -> dict[sympy.Symbol, fx.Node]:
-        """Returns a node for the length of each dim."""
-        found: dict[sympy.Symbol, fx.Node] = {}
-        for node in [n for n in self.graph.nodes if n.op == "placeholder"]:
-            for dim, size in enumerate(self.info[node.name].shape):
-                if size.is_Symbol and size not in found:
-                    made = self.graph.call_function(aten.sym_size.int, (node, dim))
-                    found[size], self.scalars[made.name] = made, size
-        return found
-
     def run(self) -> Program:
         """Returns the rewritten program."""
-        info, scalars = self.program.info, self.program.scalars
-        for node in self.program.gm.graph.nodes:
-            if node.op != "call_function" or node.name in scalars:
-                continue
-            if node.name in info:
-                self._call(node)
-            elif not is_tuple(node, info):
-                self.padded[node.name] = self._copy(node, None)
-        outputs = tuple(self._value(name) for name in self.program.outputs)
-        self.graph.output((outputs,))
-        without_unused(self.graph)
-        used = {w: node for w, node in self.indices.items() if node.users}
-        for which, node in self.indices.items():
-            if which not in used:
-                self.graph.erase_node(node)
-                del self.info[node.name]
-        self.graph.lint()
-        names = {n.name for n in self.graph.nodes}
         hints, dim = self.program.hints, rows_name(self.number)
-        given = {n.name: index_name(w, self.number) for w, n in used.items()}
-        return dataclasses.replace(
-            self.program,
-            gm=fx.GraphModule(self.program.gm, self.graph),
-            inputs={**self.program.inputs, **given},
+        found = self.rewritten(
             symbols={**self.program.symbols, dim: self.rows},
-            info={n: info for n, info in self.info.items() if n in names},
-            scalars={n: size for n, size in self.scalars.items() if n in names},
-            outputs=tuple(n.name for n in outputs),
             hints={**hints, dim: int(sympy.nextprime(max(hints.values(), default=2)))},
             graph_hash=f"{self.program.graph_hash} without padding",
         )
+        given = {n.name: index_name(w, self.number) for w, n in self.indices.items()}
+        return dataclasses.replace(found, inputs={**self.program.inputs, **given})
+
+    def unused(self) -> None:
+        """Removes the indices that nothing reads."""
+        for which in [w for w, node in self.indices.items() if not node.users]:
+            node = self.indices.pop(which)
+            self.graph.erase_node(node)
+            del self.info[node.name]
 
     # ----------------------------------------------------------------------------------- calls
 
-    def _call(self, node: fx.Node) -> None:
+    def call(self, node: fx.Node) -> None:
         """Adds a call, for all rows or for the valid ones."""
         operands = tensor_operands(node, self.program.info)
         if node.name not in self.made and node.name not in self.plan.summed:
-            given = [self._value(n.name) for n in operands]
-            self.padded[node.name] = self._made(node, given, self.program.info[node.name].shape)
+            given = [self.value(n.name) for n in operands]
+            self.padded[node.name] = self.made_of(node, given, self.program.info[node.name].shape)
             return
         if node.name in self.plan.attentions:
             self.packed[node.name] = self._attention(node)
             return
         given = [self._entered(n.name, node.name) for n in operands]
-        shape = self._shape(node.name)
+        shape = self.shape(node.name)
         if node.name in self.plan.summed:
-            self.padded[node.name] = self._made(node, given, shape)
+            self.padded[node.name] = self.made_of(node, given, shape)
         else:
-            self.packed[node.name] = self._made(node, given, shape)
-
-    def _made(self, node: fx.Node, given: list[fx.Node], shape: Shape) -> fx.Node:
-        """Returns the same call on other operands, or a getitem of it."""
-        if node.target is operator.getitem:
-            key = (call_of(node).name, tuple(given))
-            if key not in self.tuples:
-                self.tuples[key] = self._copy(call_of(node), given)
-            made = self.graph.call_function(operator.getitem, (self.tuples[key], node.args[1]))
-        elif node.target in _RESIZED:
-            sizes = [self.emitter.emit(size) for size in shape]
-            made = self.graph.call_function(node.target, (given[0], sizes), dict(node.kwargs))
-        else:
-            made = self._copy(node, given)
-        made.meta = {k: v for k, v in node.meta.items() if k != "val"}
-        return self._known(made, node.name, shape)
-
-    def _copy(self, node: fx.Node, operands: list[fx.Node] | None) -> fx.Node:
-        queue = list(operands or [])
-
-        def argument(leaf: Any) -> Any:
-            if not isinstance(leaf, fx.Node):
-                return leaf
-            if leaf.name in self.program.scalars:
-                return self.emitter.emit(self.program.scalars[leaf.name])
-            if leaf.name in self.program.info:
-                return queue.pop(0) if operands is not None else self._value(leaf.name)
-            return self.padded[leaf.name]
-
-        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), argument)
-        assert callable(node.target)
-        return self.graph.call_function(node.target, args, kwargs)
+            self.packed[node.name] = self.made_of(node, given, shape)
 
     def _attention(self, node: fx.Node) -> fx.Node:
         given = [self._entered(n.name, node.name) for n in node.args[:3] if isinstance(n, fx.Node)]
@@ -190,48 +105,13 @@ class _Unpadding:
         if node.name in self.plan.biased:
             mask = node.args[3]
             assert isinstance(mask, fx.Node), "a bias is a tensor"
-            args = (*given, self._value(mask.name), None, self.indices["rows"])
+            args = (*given, self.value(mask.name), None, self.indices["rows"])
             made = self.graph.call_function(ROWS_OP, args, kwargs)
         else:
             args = (*given, None, None, self.indices["sequence"])
             made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         made.meta = {k: v for k, v in node.meta.items() if k != "val"}
-        return self._known(made, node.name, self._shape(node.name))
-
-    def _known(self, made: fx.Node, name: str, shape: Shape) -> fx.Node:
-        """Records the facts of a new node: those of a program's node, with another shape."""
-        made.meta["device"] = self.devices[name]
-        self.info[made.name] = dataclasses.replace(self.program.info[name], shape=shape)
-        return made
-
-    # ---------------------------------------------------------------------------------- shapes
-
-    def _size(self, factor: Factor) -> sympy.Expr:
-        """Returns the size of a factor for values of valid rows."""
-        if factor.key == self.plan.batch:
-            return sympy.Integer(1)
-        return self.rows if factor.key == self.plan.seq else factor.size
-
-    def _shape(self, name: str) -> Shape:
-        """Returns the shape of a value of valid rows."""
-        dims = self.plan.factors[name]
-        return tuple(sympy.Mul(*(self._size(f) for f in dim)) for dim in dims)
-
-    def _op(self, like: str, shape: Sequence[sympy.Expr], op: Callable[..., Any], *args: Any,
-            **kwargs: Any) -> fx.Node:  # fmt: skip
-        return self._known(self.graph.call_function(op, args, kwargs), like, tuple(shape))
-
-    def _reshaped(self, x: fx.Node, like: str, shape: Sequence[sympy.Expr]) -> fx.Node:
-        if tuple(shape) == self.info[x.name].shape:
-            return x
-        sizes = [self.emitter.emit(size) for size in shape]
-        return self._op(like, shape, aten.reshape.default, x, sizes)
-
-    def _permuted(self, x: fx.Node, like: str, order: Sequence[int]) -> fx.Node:
-        if list(order) == sorted(order):
-            return x
-        shape = [self.info[x.name].shape[d] for d in order]
-        return self._op(like, shape, aten.permute.default, x, list(order))
+        return self.known(made, node.name, self.shape(node.name))
 
     # ---------------------------------------------------------------------- valid rows, all rows
 
@@ -243,16 +123,16 @@ class _Unpadding:
         keys = [f.key for f in factors]
         batch, seq = self.plan.batch in keys, self.plan.seq in keys
         if not batch and not seq:
-            return self._value(name)
+            return self.value(name)
         swap = None if seq else self._swapped(name, reader)
         if (name, swap) not in self.entered:
-            found = self._value(name)
+            found = self.value(name)
             if swap is not None:
                 found = self._of_samples(found, name, *swap)
             elif not batch:
                 found = self._of_positions(found, name, keys.index(self.plan.seq))
             else:
-                found = self._of_rows(found, name)
+                found = self.of_rows(found, name)
             self.entered[name, swap] = found
         return self.entered[name, swap]
 
@@ -271,70 +151,29 @@ class _Unpadding:
         shape = list(self.info[x.name].shape)
         shape[batch] = self.rows
         args = (x, batch, self.indices["sample"])
-        x = self._op(name, shape, aten.index_select.default, *args)
+        x = self.op(name, shape, aten.index_select.default, *args)
         shape[batch], shape[seq] = shape[seq], shape[batch]
-        return self._op(name, shape, aten.transpose.int, x, batch, seq)
+        return self.op(name, shape, aten.transpose.int, x, batch, seq)
 
     def _of_positions(self, x: fx.Node, name: str, at: int) -> fx.Node:
         """Selects a per-position value for each valid row."""
         sizes = [f.size for dim in self.plan.factors[name] for f in dim]
-        x = self._reshaped(x, name, sizes)
+        x = self.reshaped(x, name, sizes)
         sizes[at] = self.rows
-        x = self._op(name, sizes, aten.index_select.default, x, at, self.indices["position"])
-        return self._reshaped(x, name, self._shape(name))
+        x = self.op(name, sizes, aten.index_select.default, x, at, self.indices["position"])
+        return self.reshaped(x, name, self.shape(name))
 
-    def _of_rows(self, x: fx.Node, name: str) -> fx.Node:
-        """Selects the valid rows of a value."""
-        sizes, order, at = self._row_major(name)
-        x = self._permuted(self._reshaped(x, name, sizes), name, order)
-        moved = [sizes[d] for d in order]
-        joined = [*moved[:at], moved[at] * moved[at + 1], *moved[at + 2 :]]
-        x = self._reshaped(x, name, joined)
-        joined[at] = self.rows
-        x = self._op(name, joined, aten.index_select.default, x, at, self.indices["rows"])
-        return self._restored(x, name, order, at, [sympy.Integer(1), self.rows], self._shape(name))
+    def removed(self, x: fx.Node, name: str, joined: Shape, at: int) -> fx.Node:
+        """Selects the valid rows."""
+        shape = (*joined[:at], self.rows, *joined[at + 1 :])
+        return self.op(name, shape, aten.index_select.default, x, at, self.indices["rows"])
 
-    def _value(self, name: str) -> fx.Node:
-        """Returns a value for all rows; one that is made for valid rows is 0 at padding."""
-        if name not in self.padded:
-            self.padded[name] = self._left(name)
-        return self.padded[name]
-
-    def _left(self, name: str) -> fx.Node:
-        x, info = self.packed[name], self.program.info[name]
-        sizes, order, at = self._row_major(name)
-        factors = [f for dim in self.plan.factors[name] for f in dim]
-        x = self._reshaped(x, name, [self._size(f) for f in factors])
-        x = self._permuted(x, name, order)
-        moved = [sizes[d] for d in order]
-        joined = [*moved[:at], self.rows, *moved[at + 2 :]]
-        x = self._reshaped(x, name, joined)
-        joined[at] = moved[at] * moved[at + 1]
-        zeros = self._op(
+    def restored(self, x: fx.Node, name: str, joined: Shape, at: int) -> fx.Node:
+        """Sets the other rows to 0."""
+        zeros = self.op(
             name, joined, aten.zeros.default, [self.emitter.emit(s) for s in joined],
-            dtype=info.dtype, device=self.devices[name],
+            dtype=self.program.info[name].dtype, device=self.devices[name],
         )  # fmt: skip
         self.info[zeros.name] = dataclasses.replace(self.info[zeros.name], requires_grad=False)
         args = (zeros, at, self.indices["rows"], x)
-        x = self._op(name, joined, aten.index_copy.default, *args)
-        return self._restored(x, name, order, at, moved[at : at + 2], info.shape)
-
-    def _row_major(self, name: str) -> tuple[list[sympy.Expr], list[int], int]:
-        """Returns factor sizes of a value, an order with positions after samples, and its place."""
-        factors = [f for dim in self.plan.factors[name] for f in dim]
-        keys, sizes = [f.key for f in factors], [f.size for f in factors]
-        batch, seq = keys.index(self.plan.batch), keys.index(self.plan.seq)
-        order = [d for d in range(len(keys)) if d != seq]
-        at = order.index(batch)
-        order.insert(at + 1, seq)
-        return sizes, order, at
-
-    def _restored(
-        self, x: fx.Node, name: str, order: list[int], at: int, rows: list[sympy.Expr], shape: Shape
-    ) -> fx.Node:
-        """Returns a value of joined rows with its dims in the program's order."""
-        if order != sorted(order):
-            joined = self.info[x.name].shape
-            x = self._reshaped(x, name, [*joined[:at], *rows, *joined[at + 1 :]])
-            x = self._permuted(x, name, [order.index(d) for d in range(len(order))])
-        return self._reshaped(x, name, shape)
+        return self.op(name, joined, aten.index_copy.default, *args)

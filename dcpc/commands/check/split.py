@@ -16,8 +16,8 @@ from dcpc.codegen import bind_group
 from dcpc.ir import Placement, Program
 from dcpc.passes.sharding.attention_ways import LOWERINGS, attentions, lowerings_of, restricted
 from dcpc.passes.sharding.sharding import Sharding
+from dcpc.plan.prices.studies import Study
 from dcpc.plan.runnable import Runnable
-from dcpc.plan.studies import Study
 from dcpc.plan.traced import group_name, traced
 from dcpc.symbolic_profile import Device
 from dcpc.symbolic_profile.seconds.hardware import Link

@@ -26,7 +26,7 @@ from dcpc.compiled.pipeline.chain import CallChain
 from dcpc.compiled.pipeline.model_stage import states_of
 from dcpc.ir import Placement, Program, Schedule
 from dcpc.passes.stages.costs import CutCosts, Floats
-from dcpc.plan.priced import Priced
+from dcpc.plan.prices.priced import Priced
 from dcpc.plan.runnable import Runnable
 from dcpc.symbolic_profile import Device, Ledger, Meter, OptimizerMemory
 

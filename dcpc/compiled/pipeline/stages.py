@@ -22,8 +22,8 @@ from dcpc.errors import DispatchError
 from dcpc.ir import Placement, TensorInfo
 from dcpc.passes.sharding.attention_ways import restricted
 from dcpc.passes.sharding.sharding import analyse
+from dcpc.plan.prices.studies import Study
 from dcpc.plan.runnable import Runnable
-from dcpc.plan.studies import Study
 from dcpc.plan.traced import Held, Traced
 from dcpc.runtime.pipeline.stage import Shaped
 from dcpc.symbolic_profile import Prediction

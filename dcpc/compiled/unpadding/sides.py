@@ -19,8 +19,8 @@ from dcpc.compiled.unpadding.valid_rows import RowFinder, ValidRows
 from dcpc.ir import Placement, UnpadPlan
 from dcpc.passes.sharding.sharding import analyse
 from dcpc.passes.unpad.unpad import unpad
+from dcpc.plan.prices.studies import Study
 from dcpc.plan.runnable import Runnable
-from dcpc.plan.studies import Study
 from dcpc.symbolic_profile import Device
 from dcpc.symbolic_profile.evaluate import Evaluator
 

@@ -24,8 +24,8 @@ from dcpc.compiled.unpadding.valid_rows import ValidRows
 from dcpc.ir import Partition
 from dcpc.ir.thresholds import UNPADDING_GAIN
 from dcpc.passes.unpad.unpad import unpad
+from dcpc.plan.prices.studies import Study
 from dcpc.plan.runnable import RewrittenCall, Runnable
-from dcpc.plan.studies import Study
 
 # Seconds of looking for the valid rows of a call, and what share of the call they may be.
 FIND_S, FIND_SHARE = 4e-4, 0.02

@@ -14,6 +14,7 @@ import torch
 
 from dcpc.ir import TensorInfo
 from dcpc.ops.routed import routed_flops
+from dcpc.ops.tiled import tiling_of
 from dcpc.passes.sharding.rule_types import OpSharding
 from dcpc.symbolic_profile.ops.elements import LOOKUPS, elementwise
 
@@ -51,7 +52,9 @@ def call_patterns(
     if rule.is_view:
         found = [*_view(name, tensors)]
     elif flops := routed_flops(target):
-        found = [*_routed(flops, tensors)]
+        found = [*_region(flops, tensors, 2)]
+    elif tiling := tiling_of(target):
+        found = [*_region(tiling.product_flops, tensors, 3)]
     elif rule.multiplies:
         found = [*_product(name, rule, tensors)]
     else:
@@ -103,14 +106,20 @@ def _product(name: str, rule: OpSharding, tensors: Sequence[TensorInfo]) -> Iter
                 yield CallPattern(op_class, False, every, product=1.0)
 
 
-def _routed(flops: float, tensors: Sequence[TensorInfo]) -> Iterator[CallPattern]:
-    """Yields the products of a region for its result's elements, and what it reads."""
+def _region(flops: float, tensors: Sequence[TensorInfo], times: int) -> Iterator[CallPattern]:
+    """Yields the products of a region for its result's elements, and its reads.
+
+    Args:
+        flops: FLOPs of forward for each element of the result.
+        tensors: operands, then the result.
+        times: FLOPs of backward as a multiple of forward's.
+    """
     out = len(tensors) - 1
     products = CallPattern("matmul", True, (out,), flops)
     read = CallPattern("copy", True, (*range(out),))
     yield from (products, read)
     if tensors[out].requires_grad:
-        yield from [each._replace(forward=False) for each in (products, read)] * 2
+        yield from [each._replace(forward=False) for each in (products, read)] * times
 
 
 def _elementwise(

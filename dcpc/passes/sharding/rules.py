@@ -21,6 +21,7 @@ from torch import fx
 from dcpc.errors import RuleError, checking_call
 from dcpc.ir import TensorInfo, call_of, tensor_operands
 from dcpc.ops.own_functions import is_function
+from dcpc.ops.tiled import tiling_of
 from dcpc.passes.sharding.derive import DerivedRules
 from dcpc.passes.sharding.notation import Pattern, bind
 from dcpc.passes.sharding.op_kinds import KINDS, VIEW_KINDS, OpCall, arguments
@@ -48,6 +49,7 @@ class Rule(BaseModel):
 
 
 REGISTERED: dict[str, Rule] = {}
+_TILED = Rule(kind="tiled")
 
 
 @checking_call("dcpc.register_sharding_rule", RuleError)
@@ -164,7 +166,7 @@ def op_sharding(
     operands = tuple(info[n.name] for n in tensor_operands(node, info))
     output, call_node = info[node.name], call_of(node)
     op = op_name(call_node)
-    line = rule_table().get(op)
+    line = _TILED if tiling_of(call_node.target) else rule_table().get(op)
     if line is None:
         return _derived(node, op, operands, output, derived)
     if line.reason:

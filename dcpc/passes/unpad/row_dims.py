@@ -12,7 +12,7 @@ from enum import Enum
 import torch
 from torch import fx
 
-from dcpc.ir import Program, tensor_operands
+from dcpc.ir import Factor, Program, tensor_operands
 from dcpc.passes.sharding.sharding import Alternative, Sharding
 
 aten = torch.ops.aten
@@ -37,13 +37,12 @@ class RowDims:
     Args:
         program: the traced model.
         sharding: factors and alternatives of the program.
-        keep: name of the boolean value of valid rows: its first factor counts samples, its last one
-            positions.
+        batch: factor that counts samples; of a program of one sample `seq` again.
+        seq: factor that counts positions.
     """
 
-    def __init__(self, program: Program, sharding: Sharding, keep: str) -> None:
+    def __init__(self, program: Program, sharding: Sharding, batch: Factor, seq: Factor) -> None:
         self.program, self.sharding = program, sharding
-        batch, *_, seq = (f for dim in sharding.factors[keep] for f in dim)
         self.rows = batch, seq
         self.batch, self.seq = batch.key, seq.key
         self._symbols = batch.size.free_symbols | seq.size.free_symbols

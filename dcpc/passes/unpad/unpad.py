@@ -177,7 +177,8 @@ class _Plan:
         self, program: Program, sharding: Sharding, keep: str, keeps: Mapping[str, _Keep]
     ) -> None:
         self.program, self.keep, self.keeps = program, keep, keeps
-        self.dims = RowDims(program, sharding, keep)
+        batch, *_, seq = (f for dim in sharding.factors[keep] for f in dim)
+        self.dims = RowDims(program, sharding, batch, seq)
         self.learned, self.drawn = _learned(program), _drawn(program)
         if keep in self.learned or keep in self.drawn:
             raise _PaddingReadError(f"which keys are seen ({keep}) is not of the inputs alone")

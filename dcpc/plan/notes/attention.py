@@ -10,7 +10,7 @@ from dcpc.ir import BucketPlan
 from dcpc.passes.placement.lowering_costs import AskedAt, LoweringCosts, lowering_lines
 from dcpc.passes.placement.objective import Objective
 from dcpc.passes.sharding.attention_ways import attentions, lowering_of, way_text
-from dcpc.plan.priced import Priced
+from dcpc.plan.prices.priced import Priced
 from dcpc.plan.runnable import Runnable
 
 

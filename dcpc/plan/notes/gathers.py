@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from dcpc.buckets import BATCH, Bucket
 from dcpc.ir import BucketPlan
-from dcpc.plan.priced import Priced
+from dcpc.plan.prices.priced import Priced
 from dcpc.plan.traced import Traced
 from dcpc.symbolic_profile import bytes_text
 

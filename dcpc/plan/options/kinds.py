@@ -31,6 +31,7 @@ from dcpc.plan.options.values import (
     check_optimizer_bytes,
     check_pipeline,
     check_speeds,
+    check_tile,
     check_timeout,
     check_unpad,
     memory_of,
@@ -38,6 +39,7 @@ from dcpc.plan.options.values import (
     optimizer_bytes_of,
     parse_block,
     parse_degrees,
+    parse_tile,
 )
 from dcpc.symbolic_profile import DEVICES, Calibration, Device, OptimizerLike
 from dcpc.trace import checked_dtype
@@ -81,6 +83,14 @@ class ModelOptions:
         default='`"auto"`: as little as fits',
         check=one_of("recompute", RECOMPUTE),
         command=CommandOption(str, choices=RECOMPUTE),
+    )
+    tile: int | str = declare(
+        "auto",
+        "most rows (sample, position) at which values far wider than what enters and leaves, such "
+        'as logits, are computed at a time: `"auto"` (4,096, 1,024 or 256, of a bucket that would '
+        'recompute or not fit), `"none"`, or a number, for all buckets',
+        check=check_tile,
+        command=CommandOption(str, parse_tile, choices=("auto", "none")),
     )
     backend: str = declare(
         "inductor",

@@ -137,6 +137,21 @@ def check_unpad(given: object) -> None:
         )
 
 
+def check_tile(tile: object) -> None:
+    """Refuses a tile that is neither a number of rows nor "auto" nor "none"."""
+    if tile in ("auto", "none") or (type(tile) is int and tile >= 1):
+        return
+    raise PlanError(
+        f"got tile={reprlib.repr(tile)}; expected 'auto', 'none' or the most rows of a tile, 1 or "
+        "more; pass one, such as 1024"
+    )
+
+
+def parse_tile(text: str) -> int | str:
+    """Returns the tile that the command line's text stands for."""
+    return int(text) if text.isdecimal() else text
+
+
 def check_block(block: object) -> None:
     """Refuses a block that is neither a number of ranks >= 2, nor "auto", nor None."""
     whole = isinstance(block, int) and not isinstance(block, bool) and block >= 2

@@ -21,8 +21,8 @@ import sympy
 from torch import fx
 
 from dcpc.ir import OUTSIDE, Fold
-from dcpc.symbolic_profile.ops.fusion import Kernel
-from dcpc.symbolic_profile.ops.realize import MOST_READS
+from dcpc.symbolic_profile.ops.fused.fusion import Kernel
+from dcpc.symbolic_profile.ops.fused.realize import MOST_READS
 
 Own = tuple[tuple[int, sympy.Expr], ...]  # identity and bytes of each storage of a value
 Steps = Sequence[fx.Node | Kernel]

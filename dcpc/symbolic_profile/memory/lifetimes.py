@@ -18,7 +18,7 @@ from torch import fx
 from dcpc.symbolic_profile.memory.events import Folding, Place, Recorder, Steps
 from dcpc.symbolic_profile.memory.run import RankRun
 from dcpc.symbolic_profile.ops.facts import Facts
-from dcpc.symbolic_profile.ops.fusion import Kernel
+from dcpc.symbolic_profile.ops.fused.fusion import Kernel
 from dcpc.symbolic_profile.polynomials import Integers
 
 Mask = npt.NDArray[np.bool_]

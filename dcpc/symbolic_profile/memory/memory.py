@@ -28,7 +28,7 @@ from dcpc.symbolic_profile.memory.events import Folding, Kept, Recorder
 from dcpc.symbolic_profile.memory.lifetimes import Lifetimes, Numbered
 from dcpc.symbolic_profile.memory.run import RankRun
 from dcpc.symbolic_profile.ops.facts import Facts, op_name
-from dcpc.symbolic_profile.ops.fusion import fuse
+from dcpc.symbolic_profile.ops.fused.fusion import fuse
 from dcpc.symbolic_profile.polynomials import Basis, Floats, Integers
 
 GATHER = "dcpc::gather_rows"

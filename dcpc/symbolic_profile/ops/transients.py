@@ -28,6 +28,7 @@ from dcpc.symbolic_profile.ops.facts import CallFacts, Facts, argument, op_name,
 from dcpc.symbolic_profile.ops.flops import ZERO, halo_bytes, row_messages
 from dcpc.symbolic_profile.ops.gpu_transients import GPU_TRANSIENTS
 from dcpc.symbolic_profile.ops.kernel_transients import KERNELS, copies, half
+from dcpc.symbolic_profile.ops.tile_costs import tile_bytes
 from dcpc.symbolic_profile.polynomials import larger
 
 
@@ -243,6 +244,9 @@ def transient_bytes(
         threads: threads an op runs on.
         gpu: capability of the GPU whose kernels ops run; None: they run the CPU's.
     """
+    tiles = tile_bytes(node, facts)
+    if tiles is not None:
+        return tiles
     name = op_name(node)
     formula = (GPU_TRANSIENTS.get(name) if gpu is not None else None) or TRANSIENTS.get(name)
     if formula is not None:

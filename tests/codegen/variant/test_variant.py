@@ -11,7 +11,7 @@ from dcpc.buckets import Buckets
 from dcpc.codegen import RUN
 from dcpc.errors import CodegenError
 from dcpc.plan.folding import Lift
-from dcpc.plan.priced import Priced
+from dcpc.plan.prices.priced import Priced
 from dcpc.plan.runnable import Runnable
 from dcpc.plan.traced import traced
 from dcpc.symbolic_profile import detect

@@ -51,6 +51,7 @@ OPTIONS: dict[str, Change] = {
     "step": _setup(parameters="step"),
     "pull": _setup(parameters="pull"),
     "unpad": _unpad,
+    "tile": lambda rng, run: _setup(tile=rng.choice((1, 3, 7, 16)), classes=96)(rng, run),
     "outputs": _outputs,
     "autocast": _setup(autocast=True),
     "inductor": _setup(backend="inductor"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from tests.fuzz.runs.models import IGNORED, OF_SAMPLES, VOCABULARY, Setup
+from tests.fuzz.runs.models import IGNORED, OF_SAMPLES, Setup
 
 MODES = ("auto", "auto", "inter", "intra")
 CHANGES = ("reload", "gain", "eval", "freeze", "hook", "replace")
@@ -136,7 +136,7 @@ class Declared(Data):
 def sample(setup: Setup, size: Sequence[int], seed: int, empty: bool = False) -> dict[str, Tensor]:
     """Returns a sample of a size; `empty`: none of its labels counts."""
     g = torch.Generator().manual_seed(seed)
-    labels, ids = torch.randint(VOCABULARY - 1, (2, *size), generator=g)
+    labels, ids = torch.randint(setup.classes - 1, (2, *size), generator=g)
     skipped = torch.rand(size, generator=g) < (1.1 if empty else 0.3)
     labels[skipped] = IGNORED[setup.loss]
     weights = torch.rand(size, generator=g, dtype=torch.float64)

@@ -50,6 +50,7 @@ def compiled_of(setup: Setup) -> tuple[dcpc.CompiledModel, dict[str, Tensor]]:
         model, dcpc.Buckets(setup.inputs, sizes), sp=setup.sp, recompute=setup.recompute,
         attention=setup.attention, device=SPLITTING if setup.splitting else "cpu",
         backend=setup.backend, verify="off", parameters=setup.parameters, unpad=setup.unpad,
+        tile=setup.tile,
         pipeline=setup.pipeline or None, autocast=torch.bfloat16 if setup.autocast else None,
     )  # fmt: skip
     compiled.comm_bucket_bytes = setup.comm

@@ -39,7 +39,8 @@ class Setup:
         sp, recompute, attention, splitting, comm: options; `splitting`: the device that is best
             used by splitting all; `comm`: bytes of gradients sent at once.
         parameters: who holds them, as of `dcpc.compile`.
-        pipeline, unpad, backend: of `dcpc.compile`; pipeline 0: none.
+        pipeline, unpad, tile, backend: of `dcpc.compile`; pipeline 0: none.
+        classes: tokens that the model knows.
         autocast: the model is float32, under bfloat16.
     """
 
@@ -59,6 +60,8 @@ class Setup:
     parameters: str = "whole"
     pipeline: int = 0
     unpad: bool | str = False
+    tile: int | str = "auto"
+    classes: int = VOCABULARY
     backend: str = "eager"
     autocast: bool = False
 
@@ -94,7 +97,7 @@ class Setup:
     @property
     def pad(self) -> dict[str, float]:
         """Returns what fills up each input; nothing that does not count is zero by chance."""
-        ids = {"input_ids": VOCABULARY - 1, "types": 2, "x": 0.5, "position_ids": 3}
+        ids = {"input_ids": self.classes - 1, "types": 2, "x": 0.5, "position_ids": 3}
         fills = {**ids, "segment_ids": 0, "mask": 0, "weights": 0, "labels": IGNORED[self.loss]}
         return {n: value for n, value in fills.items() if n in self.inputs}
 
@@ -141,10 +144,10 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(setup.seed)
         self.setup = setup
-        self.tokens, self.types = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(3, WIDTH)
+        self.tokens, self.types = nn.Embedding(setup.classes, WIDTH), nn.Embedding(3, WIDTH)
         self.places, self.x = nn.Embedding(64, WIDTH), nn.Linear(4, WIDTH)
         self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=setup.head != "tied")
+        self.head = nn.Linear(WIDTH, setup.classes, bias=setup.head != "tied")
         kept = {"types": "types", "x": "x", "position_ids": "places"}
         for name, module in kept.items():
             if name not in setup.extra and not setup.unused:

@@ -15,7 +15,7 @@ from dcpc.symbolic_profile.memory.events import Folding, Recorder
 from dcpc.symbolic_profile.memory.lifetimes import Lifetimes, Numbered
 from dcpc.symbolic_profile.memory.run import RankRun
 from dcpc.symbolic_profile.ops.facts import Facts
-from dcpc.symbolic_profile.ops.fusion import Kernel, fuse
+from dcpc.symbolic_profile.ops.fused.fusion import Kernel, fuse
 from dcpc.symbolic_profile.ops.transients import transient_bytes
 from models.gpt import GPT, GPTConfig
 from models.stdit import RectifiedFlow, STDiT, STDiTConfig

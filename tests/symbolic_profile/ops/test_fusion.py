@@ -5,7 +5,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcpc.symbolic_profile.ops.facts import Facts
-from dcpc.symbolic_profile.ops.fusion import Kernel, fuse
+from dcpc.symbolic_profile.ops.fused.fusion import Kernel, fuse
 
 aten = torch.ops.aten
 X, W = torch.randn(40, 64), torch.randn(64, 64)

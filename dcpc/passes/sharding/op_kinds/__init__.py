@@ -29,6 +29,7 @@ KINDS: dict[str, Callable[[OpCall], OpSharding]] = {
     "fixed_dim": elementwise.fixed_dim,
     "beside": elementwise.beside,
     "row_loss": elementwise.row_loss,
+    "tiled": elementwise.tiled,
     "glu": elementwise.glu,
     "triangle": elementwise.triangle,
     "norm": elementwise.norm,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sympy
 from torch import fx
 
+from dcpc.ops.tiled import tiling_of
 from dcpc.passes.sharding.op_kinds.call import (
     OpCall,
     all_whole,
@@ -276,3 +277,24 @@ def similarity(call: OpCall) -> OpSharding:
     output = tuple(() if d == dim else n for d, n in enumerate(names) if keep or d != dim)
     operands = tuple(broadcast(names, shape) for shape in shapes)
     return OpSharding(operands, output, sizes, whole=frozenset(names[dim]))
+
+
+def tiled(call: OpCall) -> OpSharding:
+    """A region that runs a few rows at a time: rows are free, all else is whole."""
+    made = tiling_of(call.node.target)
+    assert made is not None, "the op is a region"
+    result_dim = made.exits[call.result][2]
+    sizes: dict[str, sympy.Expr] = {}
+    tensors = []
+    for i, (tensor, dim) in enumerate(
+        zip((*call.operands, call.output), (*made.rows, result_dim), strict=True)
+    ):
+        names = []
+        for d, size in enumerate(tensor.shape):
+            name = "r" if d == dim else f"x{i}.{d}"
+            names.append((name,) if size != 1 else ())
+            sizes |= {name: size} if size != 1 else {}
+        tensors.append(tuple(names))
+    return OpSharding(
+        tuple(tensors[:-1]), tensors[-1], sizes, whole=frozenset(sizes) - {"r"}, multiplies=True
+    )

@@ -6,8 +6,8 @@ from dcpc.buckets import BATCH, Sizes
 from dcpc.codegen import Key, LoweredPair, gather_key
 from dcpc.ir import Placement
 from dcpc.plan.folding import Lift
-from dcpc.plan.placements import Placements
-from dcpc.plan.studies import Structure, Study, split_constants, structure_of
+from dcpc.plan.prices.placements import Placements
+from dcpc.plan.prices.studies import Structure, Study, split_constants, structure_of
 from dcpc.plan.traced import PlacementId
 from dcpc.symbolic_profile import Ledger
 

@@ -26,8 +26,8 @@ from typing import Any
 from torch import fx
 
 from dcpc.symbolic_profile.ops.facts import Facts
-from dcpc.symbolic_profile.ops.loops import Aliases, KernelDraft, is_pointwise
-from dcpc.symbolic_profile.ops.realize import Realization
+from dcpc.symbolic_profile.ops.fused.loops import Aliases, KernelDraft, is_pointwise
+from dcpc.symbolic_profile.ops.fused.realize import Realization
 
 
 @dataclass(eq=False, slots=True)

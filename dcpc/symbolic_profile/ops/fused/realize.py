@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from dcpc.symbolic_profile.ops.facts import op_name
-from dcpc.symbolic_profile.ops.loops import Aliases, KernelDraft, Loops, is_call, is_pointwise
+from dcpc.symbolic_profile.ops.fused.loops import Aliases, KernelDraft, Loops, is_call, is_pointwise
 
 # Source: torch 2.13, _inductor/config.py: realize_reads_threshold, realize_cpu_acc_reads_threshold,
 # realize_cpu_opcount_threshold; ir.py: the ops that make a value heavy on the CPU.

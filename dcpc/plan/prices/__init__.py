@@ -1,0 +1,1 @@
+"""Placements of a program, and the costs of its graphs."""

@@ -1,0 +1,1 @@
+"""Kernels that Inductor makes of a list of calls."""
