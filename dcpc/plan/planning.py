@@ -321,11 +321,12 @@ def plan_buckets(
             plan, table = _plan(priced, bucket, request, later)
             for other, why in others(bucket, plan):
                 tried, rows = _plan(other, bucket, request, ())
-                if isinstance(tried, BucketPlan) and _is_better(tried, plan):
+                better = isinstance(tried, BucketPlan) and _is_better(tried, plan)
+                if isinstance(tried, BucketPlan) and better:
                     plan, table = replace(tried, reason=f"{tried.reason}; {why}"), rows
                     priced = other
-                    if not plan.menu_step:
-                        break
+                if isinstance(plan, BucketPlan) and not (better and plan.menu_step):
+                    break
             found.tables[bucket], found.priced[bucket] = table, priced
             if isinstance(plan, BucketPlan):
                 found.plans[bucket] = plan

@@ -31,7 +31,7 @@ from dcpc.trace import casting
 ZERO = sympy.Integer(0)
 LOGITS, MLP = 4.0, 1.5  # least width of a region, as a multiple of its ends'
 # Rows of a tile and least widths that are tried, the cheapest first.
-TILES = ((4096, LOGITS), (1024, LOGITS), (4096, MLP), (1024, MLP), (256, MLP))
+TILES = tuple((most, wider) for wider in (LOGITS, MLP) for most in (4096, 1024, 256))
 
 
 def in_tiles(
