@@ -32,10 +32,11 @@ class ShortFluid:
     Attributes:
         work: the batch.
         most_s: seconds up to which they are known.
+        alone_s: seconds of each sequence by itself, [kind, sequence].
     """
 
     def __init__(self, work: PackedWork, most_s: float) -> None:
-        self.work, self.most_s = work, most_s
+        self.work, self.most_s, self.alone_s = work, most_s, work.alone_s()
         points = {0.0, most_s}
         for j in work.bases:
             period_s = work.fixed_s[j] + work.tokens[j] * work.pace_s[j]
@@ -58,16 +59,16 @@ class ShortFluid:
         """Returns B of groups, and b of each; -inf: a group has no time for its own sequences."""
         degree, pace_s = self.work.degree[kind], self.work.pace_s[kind]
         top = np.maximum(0.0, np.minimum(room, left_s / pace_s))
-        best, best_b = degree * self.rank_tokens(left_s), np.zeros_like(top)
         period_s = self._period_s
         nearest_s = np.floor(left_s / period_s) * period_s
         farthest_s = np.ceil((left_s - top * pace_s) / period_s - _ROUNDING) * period_s
-        for taken_s in (nearest_s, farthest_s, None):
-            b = top if taken_s is None else np.clip((left_s - taken_s) / pace_s, 0.0, top)
-            value = b + degree * self.rank_tokens(left_s - b * pace_s)
-            better = value > best + _ROUNDING
-            best, best_b = np.where(better, value, best), np.where(better, b, best_b)
-        return np.where(left_s < -_ROUNDING, -np.inf, best), best_b
+        b = (left_s - np.stack([left_s, nearest_s, farthest_s, left_s - top * pace_s])) / pace_s
+        b = np.minimum(np.maximum(b, 0.0), top)
+        value = b + degree * self.rank_tokens(left_s - b * pace_s)
+        value[0] += _ROUNDING  # of those as good the first
+        best, columns = value.argmax(axis=0), np.arange(len(kind))
+        found = np.where(left_s < -_ROUNDING, -np.inf, value[best, columns])
+        return found, b[best, columns]
 
     def bins(self, left_s: float) -> tuple[int, int]:
         """Returns how many micro-batches a group of the base degree runs, and of which kind."""

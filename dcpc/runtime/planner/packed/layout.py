@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dcpc.runtime.planner.packed.fluid import ShortFluid
-from dcpc.runtime.planner.packed.kinds import Bools, Floats, Integers
+from dcpc.runtime.planner.packed.kinds import Floats, Integers
 
 # Of two places that displace as much the one of fewer rank-seconds; counts as much beside tokens.
 _THRIFT = 1e-3
@@ -64,8 +64,9 @@ class _Places:
     """Places where a sequence could go: one entry of each array a place.
 
     Attributes:
-        what: name of the place, see the module.
-        where: number of the segment or group.
+        anew: number of the first places, which make a group; the others have one.
+        where: number of the segment or group; of a group to begin inside, after all segments; of
+            one to launch a micro-batch, after all groups.
         kind: kind of the group that runs it.
         left_s: seconds that the group has left then.
         room: tokens of room that the group has then.
@@ -73,7 +74,7 @@ class _Places:
         cost_s: rank-seconds of the sequence there.
     """
 
-    what: str
+    anew: int
     where: Integers
     kind: Integers
     left_s: Floats
@@ -131,97 +132,85 @@ class Layout:
 
     def _place(self, sequence: int) -> bool:
         """Places one sequence; False: it fits nowhere."""
-        places = [p for p in self._places(sequence) if len(p.where)]
-        if not places:
-            return False
-        left_s = np.concatenate([p.left_s for p in places])
-        room = np.concatenate([p.room for p in places])
-        kind = np.concatenate([p.kind for p in places])
-        value, taken = self.fluid.group_tokens(left_s, room, kind)
-        displaced = np.concatenate([p.before for p in places]) - value
-        thrift = _THRIFT / self.work.pace_s[self.work.base]
-        cost = displaced + thrift * np.concatenate([p.cost_s for p in places])
+        places = self._places(sequence)
+        value, taken = self.fluid.group_tokens(places.left_s, places.room, places.kind)
+        displaced = places.before - value
+        cost = displaced + _THRIFT / self.work.pace_s[self.work.base] * places.cost_s
         if self._against is not None:
-            cost += self._against[sequence][kind]
-        ends = np.cumsum([len(p.where) for p in places])
-        for at in np.argsort(cost, kind="stable")[:_TRIED].tolist():
+            cost += self._against[sequence][places.kind]
+        for _ in range(min(_TRIED, len(cost))):
+            at = int(cost.argmin())
             if not np.isfinite(cost[at]):
                 return False
-            part = int(np.searchsorted(ends, at, side="right"))
-            own = at - int(ends[part]) + len(places[part].where)
-            group = self._enter(places[part], own, sequence)
+            group = self._enter(places, at, sequence)
             if group is not None:
-                self._left_s[group], self._room[group] = left_s[at], room[at]
+                self._left_s[group], self._room[group] = places.left_s[at], places.room[at]
                 self._value[group], self._taken[group] = value[at], taken[at]
-                self.groups[group].left_s = float(left_s[at])
+                self.groups[group].left_s = float(places.left_s[at])
                 self.groups[group].taken = float(taken[at])
                 self.spare -= float(displaced[at])
                 return True
+            cost[at] = np.inf
         return False
 
-    def _places(self, sequence: int) -> list[_Places]:
+    def _places(self, sequence: int) -> _Places:
         work, count = self.work, len(self.groups)
-        tokens, load_s = work.lengths[sequence], work.load_s[:, sequence]
-        kinds = np.nonzero(np.isfinite(load_s))[0]
-        degree, alone_s = work.degree, load_s + work.fixed_s
-
-        def anew(what: str, left_s: Floats, fits: Bools) -> _Places:
-            where, kind = np.nonzero(fits)
-            kind = kinds[kind]
-            then_s = left_s[where] - alone_s[kind]
-            before = degree[kind] * self.fluid.rank_tokens(left_s)[where]
-            cost_s = degree[kind] * alone_s[kind]
-            return _Places(what, where, kind, then_s, work.tokens[kind] - tokens, before, cost_s)
-
+        tokens, fixed_s = work.lengths[sequence], work.fixed_s
+        alone_s = self.fluid.alone_s[:, sequence]
+        own, left_s, is_open = self._kind[:count], self._left_s[:count], self._open[:count]
         self.segments.sort(key=lambda s: s.size)
-        size = np.array([s.size for s in self.segments])
+        size = np.array([s.size for s in self.segments], dtype=np.int64)
         free_s = np.array([s.left_s for s in self.segments])
-        found = []
-        if len(size):
-            enough = free_s[:, None] >= alone_s[kinds]
-            found.append(anew("fresh", free_s, enough & (degree[kinds] <= size[:, None])))
-        if not count:
-            return found
-        kind, left_s, room = self._kind[:count], self._left_s[:count], self._room[:count]
-        added_s, is_open = load_s[kind], self._open[:count]
-        for what, first_s, more, fits in (
-            ("join", 0.0, 0.0, is_open & (self._row[:count] >= tokens)),
-            ("launch", work.fixed_s[kind], work.tokens[kind], is_open),
-        ):
-            then_s = left_s - added_s - first_s
-            where = np.nonzero(fits & (then_s >= -_ROUNDING))[0]
-            own = kind[where]
-            then = (room + more - tokens)[where]
-            cost_s = degree[own] * (left_s - then_s)[where]
-            found.append(_Places(what, where, own, then_s[where], then, self._value[where], cost_s))
-        after_s = left_s - self._taken[:count] * work.pace_s[kind]
-        smaller = is_open[:, None] & (degree[kinds] < degree[kind][:, None])
-        smaller &= after_s[:, None] >= alone_s[kinds]
-        found.append(anew("inside", after_s, smaller))
-        return found
+        # A group inside another one is smaller, and begins after that one's short sequences.
+        size = np.concatenate([size, np.where(is_open, work.degree[own] - 1, 0)])
+        free_s = np.concatenate([free_s, left_s - self._taken[:count] * work.pace_s[own]])
+        fits = (free_s[:, None] >= alone_s) & (work.degree <= size[:, None])
+        begun, kind = np.nonzero(fits)
+        before = work.degree[kind] * self.fluid.rank_tokens(free_s)[begun]
+        # Micro-batches that a group has launched, and one more of each group.
+        join_s = left_s - (alone_s - fixed_s)[own]
+        then_s = np.concatenate([join_s, join_s - fixed_s[own]])
+        fits = np.concatenate([is_open & (self._row[:count] >= tokens), is_open])
+        added = np.nonzero(fits & (then_s >= -_ROUNDING))[0]
+        group = added % max(1, count)
+        room = self._room[group] + np.where(added < count, 0.0, work.tokens[own[group]]) - tokens
+        kinds = np.concatenate([kind, own[group]])
+        then_s = np.concatenate([free_s[begun] - alone_s[kind], then_s[added]])
+        since_s = np.concatenate([free_s[begun], left_s[group]])
+        return _Places(
+            len(begun),
+            np.concatenate([begun, added]),
+            kinds,
+            then_s,
+            np.concatenate([work.tokens[kind] - tokens, room]),
+            np.concatenate([before, self._value[group]]),
+            work.degree[kinds] * (since_s - then_s),
+        )
 
-    def _enter(self, places: _Places, own: int, sequence: int) -> int | None:
+    def _enter(self, places: _Places, at: int, sequence: int) -> int | None:
         """Puts a sequence in a place; returns the number of its group, None: ranks do not allow."""
-        where, kind = int(places.where[own]), int(places.kind[own])
-        if places.what in ("join", "launch"):
-            if places.what == "launch":
-                self._launch(where)
-            self._add(where, sequence)
-            return where
-        if places.what == "inside":
-            outer = self.groups[where]
-            outer.open = self._open[where] = False
+        where, degree = int(places.where[at]), int(self.work.degree[places.kind[at]])
+        if at >= places.anew:
+            number = where % len(self.groups)
+            if where >= len(self.groups):
+                self._launch(number)
+            self._add(number, sequence)
+            return number
+        if where >= len(self.segments):
+            within = where - len(self.segments)
+            outer = self.groups[within]
+            outer.open = self._open[within] = False
             left_s = outer.left_s - outer.taken * self.work.pace_s[outer.kind]
-            degree = int(self.work.degree[outer.kind])
-            self.segments.append(Segment(outer.first, degree, float(left_s)))
+            size = int(self.work.degree[outer.kind])
+            self.segments.append(Segment(outer.first, size, float(left_s)))
             where = len(self.segments) - 1
-        first = self._first(self.segments[where], int(self.work.degree[kind]))
+        first = self._first(self.segments[where], degree)
         if first is None:
             return None
-        self._split(self.segments.pop(where), first, int(self.work.degree[kind]))
+        self._split(self.segments.pop(where), first, degree)
         number = len(self.groups)
-        self.groups.append(LaidGroup(first, kind))
-        self._kind[number], self._open[number] = kind, True
+        self.groups.append(LaidGroup(first, int(places.kind[at])))
+        self._kind[number], self._open[number] = places.kind[at], True
         self._launch(number)
         self._add(number, sequence)
         return number
