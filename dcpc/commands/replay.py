@@ -8,7 +8,6 @@ from dataclasses import replace
 from dcpc.errors import PlanError
 from dcpc.runtime.planner.plan_file import PlanFile
 from dcpc.runtime.planner.plans import PlannedMicroBatch, StepPlan, timeline
-from dcpc.runtime.planner.step_planner import plan_step
 from dcpc.runtime.planner.table import PlanTable
 
 _WIDTH = 72
@@ -37,9 +36,8 @@ def replay(recorded: PlanFile, table: PlanTable | None = None) -> str:
     if any(mb.dims for mb in plan.micro_batches) and recorded.lengths is None:
         verdict = "not planned again: the file does not say which sequences a packed row has"
     else:
-        made_from = recorded.samples, recorded.table, plan.mode, recorded.allowed
-        again = plan_step(*made_from, recorded.lengths)
-        verdict = f"planned again: {_compared(plan, again)}"
+        again = recorded.again(recorded.lengths)
+        verdict = f"planned again: {_compared(plan.packed(recorded.rows), again)}"
     return "\n".join([*_lines(plan, recorded.table.world), verdict]) + "\n"
 
 
@@ -49,7 +47,9 @@ def _compared(plan: StepPlan, again: StepPlan) -> str:
         return "the same"
 
     def settings(found: StepPlan) -> Counter[PlannedMicroBatch]:
-        return Counter(replace(mb, sample_ids=(len(mb.sample_ids),)) for mb in found.micro_batches)
+        counts = [(len(mb.sample_ids),) for mb in found.micro_batches]
+        pairs = zip(found.micro_batches, counts, strict=True)
+        return Counter(replace(mb, sample_ids=count, rows=()) for mb, count in pairs)
 
     if settings(again) == settings(plan):
         return "the same micro-batches; which samples of a bucket are in which differs"

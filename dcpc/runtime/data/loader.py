@@ -394,12 +394,20 @@ class DataLoader:
         """
         check_step(step)
         path = path_of(file, PlanError, "save_plan")
-        samples, own, fit = self._maker.own_buckets(step), self.recipe.own, self._maker.samples.fit
-        lengths = None
-        if own is not None and not step.rows:
-            lengths = BatchLengths(own, {i: fit(i).dims for i, _ in samples})
-        plan, allowed = step.plan.by_rows(step.rows), self.recipe.allowed
-        PlanFile(plan, self.table, allowed, samples, lengths).write(path)
+        recipe, rows, to_bucket, own = self.recipe, step.rows, False, self.recipe.own
+        alone = recipe.prices is None or recipe.chooses and all(len(row) == 1 for row in rows)
+        ids = {i: i for mb in step.plan.micro_batches for i in mb.sample_ids}
+        if rows and alone:  # they were planned by their rows' numbers
+            ids, rows = {number: row[0] for number, row in enumerate(rows)}, ()
+        elif recipe.prices is not None:
+            own, to_bucket = recipe.prices.own, recipe.prices.to_bucket
+        fits = {i: self._maker.samples.fit(of) for i, of in sorted(ids.items())}
+        samples = tuple((i, fit.bucket) for i, fit in fits.items())
+        plan, lengths = step.plan.by_rows(step.rows), None
+        if own is not None and not plan.pipelines:
+            lengths = BatchLengths(own, {i: fit.dims for i, fit in fits.items()})
+        found = PlanFile(plan, self.table, recipe.allowed, samples, lengths, rows, to_bucket)
+        found.write(path)
 
     def _telling(self, steps: Iterator[T]) -> Iterator[T]:
         """Yields the steps; if they end with an error, tells the other ranks."""

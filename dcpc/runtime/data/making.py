@@ -157,16 +157,6 @@ class StepMaker:
         self.samples.forget(cut.skipped)
         return step
 
-    def own_buckets(self, step: Step) -> tuple[tuple[int, Bucket], ...]:
-        """Returns the planner's samples: each with the bucket that is its own.
-
-        A row of packed sequences has that of its micro-batch.
-        """
-        plan = step.plan.by_rows(step.rows)
-        placed = {i: mb.bucket for mb in plan.micro_batches for i in mb.sample_ids}
-        own = {} if step.rows else {i: self.samples.fit(i).bucket for i in placed}
-        return tuple((i, own.get(i) or placed[i]) for i in sorted(placed))
-
     def _step(self, epoch: int, cut: PlannedBatch, plan: StepPlan) -> Step:
         mine = [(n, mb) for n, mb in enumerate(plan.micro_batches) if self._rank in mb.ranks]
         total = float(cut.samples) if self._weigh is None else None

@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 from dcpc.runtime.planner.own_lengths import BatchLengths
+from dcpc.runtime.planner.packed.planning import PackedPrices
 from dcpc.runtime.planner.plans import MODES, PlannedMicroBatch, StepPlan, step_plan
 from dcpc.runtime.planner.splits.known_lengths import lengths_json, lengths_of
-from dcpc.runtime.planner.step_planner import Allowed, plan_step
+from dcpc.runtime.planner.step_planner import Allowed, plan_rows, plan_step
 from dcpc.runtime.planner.table import PlanTable
 
 VERSION = 2
@@ -29,11 +29,13 @@ class PlanFile:
     """A plan with the inputs that it was made from.
 
     Attributes:
-        plan: the plan.
+        plan: the plan; of packed rows its sample ids number these.
         table: rows that it was chosen from.
         allowed: limits of the step's micro-batches.
         samples: id and bucket of each sample of the batch, in order.
-        lengths: lengths that samples are padded to; None: their buckets'.
+        lengths: lengths of the samples; None: they are padded to their buckets'.
+        rows: ids of the samples of each packed row; none: samples are not packed.
+        to_bucket: whether packed rows are padded to their buckets.
     """
 
     plan: StepPlan
@@ -41,6 +43,20 @@ class PlanFile:
     allowed: Allowed
     samples: tuple[tuple[int, Bucket], ...]
     lengths: BatchLengths | None = None
+    rows: tuple[tuple[int, ...], ...] = ()
+    to_bucket: bool = False
+
+    def again(self, lengths: BatchLengths | None) -> StepPlan:
+        """Returns the plan that is made of the same samples now, at these lengths."""
+        mode = self.plan.mode
+        if not self.rows:
+            return plan_step(self.samples, self.table, mode, self.allowed, lengths)
+        assert lengths is not None, "packed samples have lengths"
+        sequences = [(i, size) for i, _ in self.samples for _, size in lengths.dims[i]]
+        only = self.samples[0][1] if mode == "intra" else None
+        prices = PackedPrices(lengths.own, self.to_bucket)
+        plan, rows = plan_rows(sequences, self.table, prices, only, mode)
+        return plan.packed(rows)
 
     def write(self, file: str | Path) -> None:
         """Writes the file."""
@@ -52,8 +68,9 @@ class PlanFile:
             "plan": plan_json(self.plan, self.table),
         }
         if self.lengths is not None:
-            plan = partial(plan_step, self.samples, self.table, self.plan.mode, self.allowed)
-            data["lengths"] = lengths_json(self.lengths, self.samples, self.table, plan)
+            data["lengths"] = lengths_json(self.lengths, self.samples, self.table, self.again)
+        if self.rows:
+            data |= {"rows": self.rows, "to_bucket": self.to_bucket}
         try:
             Path(file).write_text(json.dumps(data), encoding="utf-8")
         except OSError as e:
@@ -76,7 +93,10 @@ class PlanFile:
             allowed = Allowed(*data["allowed"])
             samples = tuple((int(i), table.buckets[k]) for i, k in data["samples"])
             lengths = lengths_of(data["lengths"], samples, table) if "lengths" in data else None
-            return cls(plan_of(data["plan"], table, str(file)), table, allowed, samples, lengths)
+            plan = plan_of(data["plan"], table, str(file))
+            rows = tuple(tuple(map(int, row)) for row in data.get("rows", ()))
+            to_bucket = bool(data.get("to_bucket"))
+            return cls(plan, table, allowed, samples, lengths, rows, to_bucket)
         except OSError as e:
             raise PlanError(f"{file}: got {e.strerror}; expected a plan file; name one") from e
         except (

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpc.buckets import Bucket, Buckets
+from dcpc.commands.replay import replay
 from dcpc.errors import DataError
 from dcpc.ir import Packable
 from dcpc.runtime.data import cuts
@@ -199,15 +200,6 @@ def test_tokens_and_padding_are_counted():
     assert alone.stats().padding > 2 * stats.padding
 
 
-def test_a_recorded_plan_is_one_of_rows(tmp_path):
-    loader = loader_for()
-    step = next(iter(loader))
-    loader.save_plan(step, tmp_path / "plan.json")
-    recorded = PlanFile.read(tmp_path / "plan.json")
-    assert recorded.plan.packed(step.rows).micro_batches == step.plan.micro_batches
-    assert [i for i, _ in recorded.samples] == list(range(len(step.rows)))
-
-
 REFUSED = [
     ({"weight": "samples"}, "got weight='samples'; expected what the loss is a mean over"),
     ({"packing": "documents"}, "got inputs input_ids, position_ids, labels; expected one named 'd"),
@@ -252,6 +244,24 @@ def test_auto_packs_the_steps_that_gain_by_it_and_tells_of_the_others(caplog):
     assert [sorted(step.rows) for step in steps] == [[(0,), (1,)], [(2, 3, 4)]]
     assert [r.args[0] for r in caplog.records] == [0]
     assert "step 0 has one sample a row" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"packing": True}, {"packing": True, "pad_to": "longest"}, {"packing": "auto"},
+        {"packing": True, "mode": "intra"},
+    ],
+)  # fmt: skip
+def test_a_saved_step_of_packed_rows_is_planned_again(options, tmp_path):
+    step = next(iter(loader := loader_for(**options)))
+    loader.save_plan(step, tmp_path / "step.json")
+    recorded = PlanFile.read(tmp_path / "step.json")
+    assert recorded.plan.packed(step.rows).micro_batches == step.plan.micro_batches
+    assert "planned again: the same\n" in replay(recorded)
+    if recorded.rows:  # else no row has several
+        swapped = replace(recorded, rows=(*recorded.rows[1:], recorded.rows[0]))
+        assert "planned again: the same\n" not in replay(swapped)
 
 
 @pytest.mark.parametrize(("options", "reason"), [

@@ -16,8 +16,9 @@ from dcpc.runtime.planner.packed.layout import Layout
 _FINELY, _FIRST = 0.003, 0.02
 # How much of what a layout has to spare the next one has less, and how near to one that is known.
 _EAGER, _NEAR = 1.1, 0.2
-# Longer steps that are tried for a filling that ends earlier.
-_LONGER = (1.0, 1.004, 1.01, 1.02)
+# Other steps that are tried for a filling that ends earlier: the sequences go to other places. In a
+# shorter one they may lack this share of the short sequences' tokens, which then end later.
+_OTHERS, _LACKING = (1.0, 0.998, 0.996, 0.993, 1.004, 1.01), 0.02
 # Share of a cheapest micro-batch beyond which a sequence counts as long, besides the usual one.
 _FEW_LONG = 1.0
 # What chance is drawn from where the search goes on.
@@ -58,16 +59,16 @@ def search(work: PackedWork) -> Searched:
 
 
 def _found(work: PackedWork, least_s: float, longest_s: float) -> tuple[PackedDraft, float]:
-    """Returns the filling that ends first, of the shortest layout and some longer ones; its end."""
+    """Returns the filling that ends first, of the shortest layout and others; its end."""
     fluid = ShortFluid(work, longest_s)
-    layout = _shortest(fluid, least_s)
+    layout, least = _shortest(fluid, least_s), -_LACKING * work.short_tokens
     best, best_s = filled(layout), float("inf")
-    for factor in _LONGER:
-        if layout.step_s * factor >= best_s:
+    for factor in _OTHERS:
+        if layout.step_s * factor >= best_s and factor > 1:
             break
-        longer = layout if factor == 1 else Layout(fluid, layout.step_s * factor)
-        if longer.spare >= 0:
-            draft = filled(longer)
+        other = layout if factor == 1 else Layout(fluid, layout.step_s * factor, None, least)
+        if other.spare >= least:
+            draft = filled(other)
             ends_s = float(draft.ends_s().max())
             if ends_s < best_s:
                 best, best_s = draft, ends_s
