@@ -395,7 +395,7 @@ class DataLoader:
         check_step(step)
         path = path_of(file, PlanError, "save_plan")
         recipe, rows, to_bucket, own = self.recipe, step.rows, False, self.recipe.own
-        alone = recipe.prices is None or recipe.chooses and all(len(row) == 1 for row in rows)
+        alone = recipe.prices is None or (recipe.chooses and all(len(row) == 1 for row in rows))
         ids = {i: i for mb in step.plan.micro_batches for i in mb.sample_ids}
         if rows and alone:  # they were planned by their rows' numbers
             ids, rows = {number: row[0] for number, row in enumerate(rows)}, ()

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from dcpc.buckets import BATCH, Bucket
+from dcpc.buckets import BATCH
 from dcpc.errors import DataError, DcpcError
 from dcpc.runtime.data.arguments import check_choices
 from dcpc.runtime.data.cuts import PlannedBatch

@@ -11,7 +11,7 @@ So the split is exact for (weight - 1) * longest + sum / replicas among these wa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
@@ -67,16 +67,16 @@ class _Limited(PaddedCost):
 def split_apart(
     lengths: Sequence[int],
     cost: PaddedCost,
-    weight: int,
+    weights: Sequence[int],
     replicas: int,
     groups: Mapping[int, Group],
-) -> Parts:
-    """Returns micro-batches of one group each, shortest first.
+) -> Iterator[Parts]:
+    """Yields micro-batches of one group each, shortest first, for each weight.
 
     Args:
         lengths: length of each sample, in any order.
         cost: cost of a micro-batch; one fits if its bytes are at most 1.
-        weight: weight of the longest micro-batch, as `stages` of `dcpc.microbatch`.
+        weights: weights of the longest micro-batch, as `stages` of `dcpc.microbatch`.
         replicas: pipelines that share the micro-batches.
         groups: length -> its group.
 
@@ -87,9 +87,20 @@ def split_apart(
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         at.setdefault(groups[lengths[i]], []).append(i)
     ways = {
-        group: _ways([lengths[i] for i in own], cost, group[1], weight, replicas)
+        group: _ways([lengths[i] for i in own], cost, group[1], {*WEIGHTS, *weights}, replicas)
         for group, own in at.items()
     }
+    for weight in weights:
+        best = _least(ways, weight, replicas)
+        yield tuple(
+            tuple(own[first:end])
+            for group, own in at.items()
+            for first, end in pairwise((0, *best[group].ends))
+        )
+
+
+def _least(ways: Mapping[Group, list[_Way]], weight: int, replicas: int) -> dict[Group, _Way]:
+    """Returns the way of each group by which the micro-batches of all take least."""
     best_s, best = inf, dict[Group, _Way]()
     for cap_s in sorted({way.longest_s for found in ways.values() for way in found}):
         under = {n: [w for w in found if w.longest_s <= cap_s] for n, found in ways.items()}
@@ -101,15 +112,11 @@ def split_apart(
         value_s = (weight - 1) * longest_s + total_s / replicas
         if value_s < best_s:
             best_s, best = value_s, chosen
-    return tuple(
-        tuple(own[first:end])
-        for group, own in at.items()
-        for first, end in pairwise((0, *best[group].ends))
-    )
+    return best
 
 
 def _ways(
-    lengths: Sequence[int], cost: PaddedCost, most: int, weight: int, replicas: int
+    lengths: Sequence[int], cost: PaddedCost, most: int, weights: Set[int], replicas: int
 ) -> list[_Way]:
     """Returns the ways of a group that fit, its samples in ascending length.
 
@@ -122,7 +129,7 @@ def _ways(
     fits = np.asarray(cost.peak_bytes(sizes[None, :], different[:, None])) <= 1.0
     row = np.searchsorted(different, lengths)
     found = []
-    for ends in dict.fromkeys(_cuts(lengths, cost, len(sizes), weight, replicas)):
+    for ends in dict.fromkeys(_cuts(lengths, cost, len(sizes), weights, replicas)):
         counts = np.diff(ends, prepend=0)
         cells = Counter(zip(row[np.array(ends) - 1].tolist(), (counts - 1).tolist(), strict=True))
         if counts.max() <= len(sizes) and all(fits[cell] for cell in cells):
@@ -137,7 +144,7 @@ def _ways(
 
 
 def _cuts(
-    lengths: Sequence[int], cost: PaddedCost, most: int, weight: int, replicas: int
+    lengths: Sequence[int], cost: PaddedCost, most: int, weights: Set[int], replicas: int
 ) -> Iterator[tuple[int, ...]]:
     """Yields the ends of micro-batches: alike, then the best of a group of several lengths."""
     samples = len(lengths)
@@ -147,7 +154,7 @@ def _cuts(
     if lengths[0] == lengths[-1]:
         return
     limited = _Limited(cost, most)
-    for own in sorted({*WEIGHTS, weight}):
+    for own in sorted(weights):
         try:
             split = microbatch(lengths, limited, 1.0, own, replicas)
         except PlanError:  # a sample does not fit alone

@@ -9,6 +9,7 @@ two weights, the schedule of each is searched, and the one that ends first is ta
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -177,21 +178,20 @@ def _splits(
         PlanError: a sample does not fit alone.
     """
     made: dict[Batches, tuple[int, int]] = {}
-    alone = [[i] for i in range(len(lengths))]
+    alone, weights = [[i] for i in range(len(lengths))], sorted({2, cost.stages})
     for flight in (cost.stages, 1):
         for setting in sorted({0, cost.settings // 2, cost.settings - 1}):
             padded = cost.padded(setting, flight)
-            for weight in sorted({2, cost.stages}):
-                try:
-                    if apart is None:
-                        found = microbatch(lengths, padded, 1.0, weight, replicas).batches
-                    else:
-                        found = split_apart(lengths, padded, weight, replicas, apart)
-                except PlanError:
-                    break
-                made.setdefault(found, (setting, weight))
-                if _longest_s(lengths, found, padded) <= _longest_s(lengths, alone, padded):
-                    break  # nor does a larger weight make it shorter: it has the same split
+            splits = (
+                (microbatch(lengths, padded, 1.0, w, replicas).batches for w in weights)
+                if apart is None
+                else split_apart(lengths, padded, weights, replicas, apart)
+            )
+            with suppress(PlanError):
+                for weight, found in zip(weights, splits, strict=True):
+                    made.setdefault(found, (setting, weight))
+                    if _longest_s(lengths, found, padded) <= _longest_s(lengths, alone, padded):
+                        break  # nor does a larger weight make it shorter: it has the same split
         if made:
             return made
     one, longest = np.array(1), np.array(max(lengths))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dcpc.errors import PlanError
+from dcpc.runtime.pipeline import apart
 from dcpc.runtime.pipeline.apart import split_apart
 from dcpc.runtime.pipeline.planning import plan_pipeline, plan_replicas, work_of
 from dcpc.runtime.pipeline.schedule import (
@@ -108,6 +109,19 @@ def test_a_sample_that_fits_alone_is_planned_though_three_do_not_fit_at_once():
     assert sum(map(sum, plan.found.schedule.settings)) > 0, "some are recomputed"
 
 
+def test_no_group_is_split_the_same_way_twice(monkeypatch):
+    asked, split = [], apart.microbatch
+
+    def counted(lengths, cost, memory_bytes, stages, replicas):
+        asked.append((tuple(lengths), cost, stages))
+        return split(lengths, cost, memory_bytes, stages, replicas)
+
+    monkeypatch.setattr(apart, "microbatch", counted)
+    lengths = lengths_of(20)
+    plan_replicas(lengths, LinearPipeline(), 2, limit=0, apart={n: (n > 50, 8) for n in lengths})
+    assert len(asked) == len(set(asked)) > 0
+
+
 def splits_of(count):
     """All ways to cut so many sorted samples into micro-batches, as ends."""
     inner = (ends for n in range(count) for ends in combinations(range(1, count), n))
@@ -126,7 +140,7 @@ def test_samples_of_a_group_share_micro_batches_nearly_as_well_as_can_be(weight,
         each = [float(padded.seconds(len(b), max(lengths[i] for i in b))) for b in batches]
         return (weight - 1) * max(each) + sum(each) / 2
 
-    found = split_apart(lengths, padded, weight, 2, groups)
+    (found,) = split_apart(lengths, padded, [weight], 2, groups)
     assert sorted(i for batch in found for i in batch) == [*range(len(lengths))]
     ways = []
     for number in {home for home, _ in groups.values()}:
