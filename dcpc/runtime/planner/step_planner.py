@@ -111,6 +111,9 @@ def plan_step(
     else:
         rows = _first_rows(table)
         best = _timed(table, deal(samples, rows, table.world, allowed.most, table.speeds))
+    if lengths is not None and mode in FREE_MODES and not table.block and not allowed.most:
+        cut = [part for mb in best.micro_batches for part in _cut(mb, table, lengths)]
+        best = min(best, step_plan(cut, table.world), key=lambda plan: plan.makespan_s)
     bound_s = min(bound.seconds_s, best.makespan_s)  # but for rounding it is
     named = replace(best, bound_s=bound_s, mode=mode, table=table.hash, speeds=table.speeds)
     return replace(named, binds=_binds(named, bound.work_s))
@@ -152,6 +155,20 @@ def plan_rows(
     bound_s = min(packed.bound_s, best.makespan_s)
     named = replace(best, bound_s=bound_s, mode=mode, table=table.hash, speeds=table.speeds)
     return replace(named, binds=_binds(named, packed.work_s)), packed.rows
+
+
+def _cut(mb: PlannedMicroBatch, table: PlanTable, lengths: BatchLengths) -> list[PlannedMicroBatch]:
+    """Returns a micro-batch in parts of like length, where these take less together."""
+    if len(mb.sample_ids) == 1:
+        return [mb]
+    rows = [row for row in table.rows[table.key(mb.bucket)] if row.sp == mb.sp]
+    split = split_by_length(mb.sample_ids, mb.bucket, rows, lengths, mb.sp, stages=1) or ()
+    parts = [lengths.at_length(part, table.row_of(part)) for part in split]
+    whole_s = lengths.at_length(mb, table.row_of(mb)).seconds_s  # on a rank of speed 1
+    if not parts or sum(part.seconds_s for part in parts) >= whole_s:
+        return [mb]
+    slower = mb.seconds_s / whole_s
+    return [replace(p, ranks=mb.ranks, seconds_s=p.seconds_s * slower) for p in parts]
 
 
 def _bound(

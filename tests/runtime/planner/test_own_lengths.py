@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -98,6 +99,24 @@ def test_samples_of_like_length_go_together():
         (4, 35),
         (4, 100),
     ]
+
+
+@pytest.mark.parametrize("speeds", [(), (1.0, 0.5)])
+def test_no_micro_batch_takes_less_in_two_parts_of_like_length(speeds, monkeypatch):
+    monkeypatch.setitem(globals(), "LAUNCH_S", 20.0)
+    several, finer = 0, table(2, (1, 2, 4, 8, 16))
+    for seed in range(6):
+        samples, dims = batch(np.random.default_rng(seed).integers(8, 100, 40).tolist())
+        lengths, rows = BatchLengths(own(), dims), replace(finer, speeds=speeds)
+        for mb in plan_step(samples, rows, "auto", Allowed(pads=True), lengths).micro_batches:
+            ids = sorted(mb.sample_ids, key=lambda i: dims[i])
+            whole_s = lengths.at_length(mb, rows.row_of(mb)).seconds_s
+            several += len(ids) > 1
+            for at in range(1, len(ids)):
+                parts = [replace(mb, sample_ids=tuple(own)) for own in (ids[:at], ids[at:])]
+                each = (lengths.at_length(part, rows.row_of(mb)) for part in parts)
+                assert sum(part.seconds_s for part in each) >= whole_s * (1 - 1e-9)
+    assert several
 
 
 def test_where_the_trace_holds_for_buckets_alone_padding_stays():

@@ -63,11 +63,16 @@ def share_padding(
 
 
 def split_by_length(
-    ids: Sequence[int], bucket: Bucket, rows: Sequence[PlanRow], lengths: BatchLengths, world: int
+    ids: Sequence[int],
+    bucket: Bucket,
+    rows: Sequence[PlanRow],
+    lengths: BatchLengths,
+    world: int,
+    stages: int = 2,
 ) -> tuple[PlannedMicroBatch, ...] | None:
     """Returns micro-batches of a bucket, without ranks, each at the length of its longest sample.
 
-    None where there are too many samples.
+    None where there are too many samples. With one stage their seconds in all are least.
     """
     if len(ids) > MOST_SAMPLES:
         return None
@@ -79,7 +84,7 @@ def split_by_length(
     cost = _Cost(priced, len(ids))
     place = {dims: i for i, dims in enumerate(ladder)}
     longest = [place[padded[i]] + 1 for i in ids]
-    split = microbatch(longest, cost, 1.0, stages=2, replicas=world // rows[0].sp)
+    split = microbatch(longest, cost, 1.0, stages, replicas=world // rows[0].sp)
     found = []
     for batch, seconds_s in zip(split.batches, split.seconds_s, strict=True):
         own = tuple(ids[k] for k in batch)
