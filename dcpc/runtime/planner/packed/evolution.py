@@ -35,7 +35,7 @@ _AGAINST = 1e5
 
 def evolved(work: PackedWork, best: PackedDraft, turns: Iterable[int], seed: int) -> PackedDraft:
     """Returns the micro-batches found that end earliest, or `best`."""
-    best_s = best.end_s()
+    best_s = float(best.ends_s().max())
     target_s, random = best_s * (1 - _BELOW), np.random.default_rng(seed)
     lines: list[_Line] = []
     for _ in turns:
@@ -47,7 +47,7 @@ def evolved(work: PackedWork, best: PackedDraft, turns: Iterable[int], seed: int
         layout = lines[int(random.integers(len(lines)))].turn(target_s)
         if layout.spare >= 0:
             draft = filled(layout)
-            ends_s = draft.end_s()
+            ends_s = float(draft.ends_s().max())
             if ends_s < best_s:
                 best, best_s = draft, ends_s
             guess_s = layout.step_s - _EAGER * layout.spare / layout.work.tokens_in_s

@@ -75,10 +75,6 @@ class PackedDraft:
                 free_s[ranks] = free_s[ranks].max() + work.fixed_s[own.kind] + own.load_s
         return free_s
 
-    def end_s(self) -> float:
-        """Returns when the last rank ends."""
-        return float(self.ends_s().max())
-
 
 def filled(layout: Layout) -> PackedDraft:
     """Returns the micro-batches of a layout with every short sequence in one.

@@ -16,11 +16,8 @@ from dcpc.runtime.planner.packed.layout import Layout
 _FINELY, _FIRST = 0.003, 0.02
 # How much of what a layout has to spare the next one has less, and how near to one that is known.
 _EAGER, _NEAR = 1.1, 0.2
-# Other steps that are tried for a filling that ends earlier: the sequences go to other places. In a
-# shorter one they may lack this share of the short sequences' tokens, which then end later.
-_OTHERS, _LACKING = (0.998, 0.996, 1.004, 1.01), 0.02
-# Micro-batches to choose from: rows are laid anew in each.
-_DRAFTS = 4
+# Longer steps that are tried for a filling that ends earlier.
+_LONGER = (1.0, 1.004, 1.01, 1.02)
 # Share of a cheapest micro-batch beyond which a sequence counts as long, besides the usual one.
 _FEW_LONG = 1.0
 # What chance is drawn from where the search goes on.
@@ -43,8 +40,8 @@ class Searched:
 
     def further(self, turns: Iterable[int]) -> Searched:
         """Returns these drafts, and after them the best of an evolution where that ends earlier."""
-        best = min(self.drafts, key=PackedDraft.end_s)
-        if best.end_s() <= self.bound_s:
+        best = min(self.drafts, key=lambda draft: float(draft.ends_s().max()))
+        if float(best.ends_s().max()) <= self.bound_s:
             return self
         found = evolved(self.work, best, turns, _SEED)
         return self if found is best else replace(self, drafts=(*self.drafts, found))
@@ -55,19 +52,26 @@ def search(work: PackedWork) -> Searched:
     least_s = averaged_bound(work)
     # In so long a step one group could run all sequences one by one.
     longest_s = float(work.alone_s().min(axis=0).sum()) + least_s
-    every = (work, work.with_long(_FEW_LONG))
-    drafts = [draft for own in every for draft in _found(own, least_s, longest_s)]
-    drafts.sort(key=PackedDraft.end_s)
-    bound_s = packed_bound(work, drafts[0].end_s())
-    return Searched(work, tuple(drafts[:_DRAFTS]), bound_s)
+    found = [_found(own, least_s, longest_s) for own in (work, work.with_long(_FEW_LONG))]
+    bound_s = packed_bound(work, min(ends_s for _, ends_s in found))
+    return Searched(work, tuple(draft for draft, _ in found), bound_s)
 
 
-def _found(work: PackedWork, least_s: float, longest_s: float) -> list[PackedDraft]:
-    """Returns fillings of the shortest layout and of others."""
+def _found(work: PackedWork, least_s: float, longest_s: float) -> tuple[PackedDraft, float]:
+    """Returns the filling that ends first, of the shortest layout and some longer ones; its end."""
     fluid = ShortFluid(work, longest_s)
-    layout, least = _shortest(fluid, least_s), -_LACKING * work.short_tokens
-    others = [Layout(fluid, layout.step_s * factor, None, least) for factor in _OTHERS]
-    return [filled(other) for other in (layout, *others) if other.spare >= least]
+    layout = _shortest(fluid, least_s)
+    best, best_s = filled(layout), float("inf")
+    for factor in _LONGER:
+        if layout.step_s * factor >= best_s:
+            break
+        longer = layout if factor == 1 else Layout(fluid, layout.step_s * factor)
+        if longer.spare >= 0:
+            draft = filled(longer)
+            ends_s = float(draft.ends_s().max())
+            if ends_s < best_s:
+                best, best_s = draft, ends_s
+    return best, best_s
 
 
 def _shortest(fluid: ShortFluid, bound_s: float) -> Layout:
