@@ -402,7 +402,7 @@ class DataLoader:
         elif recipe.prices is not None:
             own, to_bucket = recipe.prices.own, recipe.prices.to_bucket
         fits = {i: self._maker.samples.fit(of) for i, of in sorted(ids.items())}
-        samples = tuple((i, fit.bucket) for i, fit in fits.items())
+        samples = tuple((i, fit.bucket) for i, fit in fits.items() if fit.bucket)
         plan, lengths = step.plan.by_rows(step.rows), None
         if own is not None and not plan.pipelines:
             lengths = BatchLengths(own, {i: fit.dims for i, fit in fits.items()})
