@@ -63,14 +63,10 @@ FULL = Plan(
 )
 # In the quick run the other layers run at some worlds only.
 QUICK_WORLDS = {
-    "4 heads, causal": (2, 3, 4),
-    "GQA 8:1, causal": (4,),
-    "MQA 8:1, packed": (4,),
-    "6 heads, causal": (4,),
-    "1 head, causal": (2, 4),
-    "4 heads, window": (3,),
+    "4 heads, causal": (2, 3, 4), "GQA 8:1, causal": (4,), "MQA 8:1, packed": (4,),
+    "6 heads, causal": (4,), "1 head, causal": (2, 4), "4 heads, window": (3,),
     "MQA, all keys": (2,),
-}
+}  # fmt: skip
 
 
 def jobs(quick: bool) -> list[Job]:
@@ -101,14 +97,11 @@ def summary(cases: Sequence[Case]) -> list[tuple[Cell, ...]]:
         groups.setdefault(case.group, []).append(case)
     return [
         (
-            name,
-            len(mine),
-            ", ".join(dict.fromkeys(c.lowering for c in mine)),
-            f"{max(c.error for c in mine):.1e}",
-            max(c.bytes_off for c in mine),
+            name, len(mine), ", ".join(dict.fromkeys(c.lowering for c in mine)),
+            f"{max(c.error for c in mine):.1e}", max(c.bytes_off for c in mine),
         )
         for name, mine in groups.items()
-    ]
+    ]  # fmt: skip
 
 
 def balance() -> list[tuple[Cell, ...]]:
@@ -128,20 +121,18 @@ def figures_of(
     error = error_of(crossed)
     shares = [saved[p] * p for p in (2, 4, 8)]
     return {
-        "worst_relative_error": max(c.error for c in cases),
-        "cases": len(cases),
+        "worst_relative_error": max(c.error for c in cases), "cases": len(cases),
         "zigzag_imbalance": worst_imbalance(MOST_RANKS, zigzag=True),
         "in_order_imbalance": worst_imbalance(MOST_RANKS, zigzag=False),
         "wire_bytes_off": max(c.bytes_off for c in cases),
         "wire_cases": sum(c.by_profile for c in cases),
-        "saved_bytes_off": max(shares) / min(shares) - 1,
-        "saved_share_of_8": saved[8] / saved[1],
+        "saved_bytes_off": max(shares) / min(shares) - 1, "saved_share_of_8": saved[8] / saved[1],
         "crossover_error": max(map(ratio_error, times)) if error is None else error,
         "crossovers": sum(c.error is not None for c in crossed),
         "crossovers_missed": sum(c.measured is not None and c.predicted is None for c in crossed),
         "crossovers_invented": sum(c.measured is None for c in crossed),
         "longest_ratio_error": max(map(ratio_error, times)),
-    }
+    }  # fmt: skip
 
 
 def print_times(times: Times) -> None:
@@ -155,10 +146,9 @@ def print_times(times: Times) -> None:
     )
     print_table(
         f"{times.p} ranks: lengths from which on the second way is faster, or slower",
-        ("ways", "measured", "predicted", "error %"),
-        [_crossing(c) for c in crossovers(times)],
+        ("ways", "measured", "predicted", "error %"), [_crossing(c) for c in crossovers(times)],
         digits=0,
-    )
+    )  # fmt: skip
 
 
 def _crossing(c: Crossover) -> tuple[Cell, ...]:
@@ -176,9 +166,8 @@ def main() -> None:
         cases = all_cases(jobs(args.quick))
         print_table(
             "against the plain layer, float64",
-            ("layer", "cases", "lowerings", "worst error", "bytes off"),
-            summary(cases),
-        )
+            ("layer", "cases", "lowerings", "worst error", "bytes off"), summary(cases),
+        )  # fmt: skip
         times = times_of(WORLDS, QUICK if args.quick else FULL)
         for t in times:
             print_times(t)

@@ -156,12 +156,10 @@ def crossovers(times: Times) -> list[Crossover]:
             [times.column(way, which) for way in (a, b)] for which in (False, True)
         )
         c = Crossover(
-            times.p,
-            (a, b),
+            times.p, (a, b),
             crossing(times.lengths, *measured) if clear(*measured, SHARE) else None,
-            crossing(times.lengths, *predicted),
-            clear(*predicted, SHARE),
-        )
+            crossing(times.lengths, *predicted), clear(*predicted, SHARE),
+        )  # fmt: skip
         if c.measured is not None or c.predicted_clear:
             found.append(c)
     return found

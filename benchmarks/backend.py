@@ -38,7 +38,7 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from benchmarks.harness import Cell, parser, print_table, write_report
+from benchmarks.harness import Cell, finish, parser, print_table
 from dcpc.buckets import Sizes
 from dcpc.dynamo import backend
 from dcpc.verify.inputs import example_inputs
@@ -54,17 +54,12 @@ NAN = float("nan")
 SHAPES = 5
 # Least lengths of each shape: of texts, of latents of images, of latents of videos.
 LENGTHS = {
-    "seq": (32, 94, 200, 350, 500),
-    "source": (40, 120, 230, 400, 480),
-    "text": (7, 12, 20, 32, 48),
-    "height": (4, 8, 10, 12, 16),
-    "width": (5, 9, 14, 20, 26),
-}
+    "seq": (32, 94, 200, 350, 500), "source": (40, 120, 230, 400, 480), "text": (7, 12, 20, 32, 48),
+    "height": (4, 8, 10, 12, 16), "width": (5, 9, 14, 20, 26),
+}  # fmt: skip
 VIDEO_LENGTHS = {
-    "frames": (2, 3, 3, 4, 4),
-    "height": (3, 4, 5, 6, 8),
-    "width": (4, 5, 7, 9, 12),
-}
+    "frames": (2, 3, 3, 4, 4), "height": (3, 4, 5, 6, 8), "width": (4, 5, 7, 9, 12),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,28 +337,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     cells = [
         (
-            r.model,
-            f"{r.error:.1e}",
-            r.recompiles,
-            r.branches,
-            r.race.first_call,
-            r.race.first_processor,
-            r.race.calls,
-            r.race.shortest,
-            f"{r.race.rounding:.1e}",
-            f"{r.race.inductors:.1e}",
-            r.refused,
-            r.race.baseline,
+            r.model, f"{r.error:.1e}", r.recompiles, r.branches, r.race.first_call,
+            r.race.first_processor, r.race.calls, r.race.shortest, f"{r.race.rounding:.1e}",
+            f"{r.race.inductors:.1e}", r.refused, r.race.baseline,
         )
         for r in rows
-    ]
+    ]  # fmt: skip
     print_table("torch.compile(backend='dcpc') over Inductor", header, cells)
     ok = [r for r in rows if not r.refused]
     timed = [r.race for r in ok if not r.race.baseline]
     started = [r.race for r in ok if r.race.first_call > 0]
     found: dict[str, Cell] = {
-        "models": len(rows),
-        "models_ok": len(ok),
+        "models": len(rows), "models_ok": len(ok),
         "worst_relative_error": max((r.error for r in ok), default=NAN),
         "worst_float32_error": max((r.rounding for r in timed), default=NAN),
         "worst_float32_error_inductor": max((r.inductors for r in timed), default=NAN),
@@ -374,11 +359,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "first_call_over_inductor_processor": median(r.first_processor for r in started),
         "inductor_fails": sum(bool(r.race.baseline) for r in rows) if not arguments.quick else 0,
         "seconds_over_inductor_wide": width,
-    }
-    print_table(
-        f"backend, in {time.perf_counter() - start_s:.0f} s", ("figure", "value"), [*found.items()]
-    )
-    write_report("backend", found, arguments.json)
+    }  # fmt: skip
+    print(f"in {time.perf_counter() - start_s:.0f} s")
+    finish("backend", found, arguments.json)
     return int(not found["worst_relative_error"] <= 1e-10)  # type: ignore[operator]
 
 

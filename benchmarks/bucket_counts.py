@@ -104,11 +104,9 @@ def _planned(
         gaps.append(step.gap)
         solves.append(solving.elapsed_s)
     return {
-        "padding_share": 1 - sum(map(sum, batches)) / ran,
-        "batch_s": mean(seconds),
-        "gap": mean(gaps),
-        "plan_step_s": median(solves),
-    }
+        "padding_share": 1 - sum(map(sum, batches)) / ran, "batch_s": mean(seconds),
+        "gap": mean(gaps), "plan_step_s": median(solves),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -127,19 +127,15 @@ def report(
                 [[n, samples[-1][i], grown[n]] for i, n in enumerate(HELD)])  # fmt: skip
     survived = sum(not o.problem for o in outcomes)
     figures = {
-        "kinds": len(rows),
-        "injections": len(outcomes),
-        "survived": survived,
+        "kinds": len(rows), "injections": len(outcomes), "survived": survived,
         "samples_lost": sum(o.lost for o in outcomes),
         "samples_repeated": sum(o.repeated for o in outcomes),
         "worst_detection_s": max(o.detection_s for o in outcomes),
         "worst_loss_difference": max(o.difference for o in outcomes),
         "checkpointsdamaged_and_recovered": sum(o.damaged and not o.problem for o in outcomes),
-        "orphans": orphans,
-        "soak_steps": steps,
-        "soak_growth": grows(grown, samples[-1][0]),
+        "orphans": orphans, "soak_steps": steps, "soak_growth": grows(grown, samples[-1][0]),
         **{f"soak_growth_{name}": by for name, by in grown.items()},
-    }
+    }  # fmt: skip
     write_report("faults", figures, json_path)
     return int(survived < len(outcomes) or orphans > 0)
 

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -36,12 +36,10 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
 def machine() -> dict[str, Cell]:
     """The machine the figures were taken on: processor, cores, load, system."""
     return {
-        "processor": _processor(),
-        "cores": os.cpu_count(),
+        "processor": _processor(), "cores": os.cpu_count(),
         "load_1min": round(os.getloadavg()[0], 2),
-        "system": f"{platform.system()} {platform.release()}",
-        "architecture": platform.machine(),
-    }
+        "system": f"{platform.system()} {platform.release()}", "architecture": platform.machine(),
+    }  # fmt: skip
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, Cell]:
@@ -66,13 +64,16 @@ def write_report(name: str, figures: Mapping[str, Cell], json_path: Path | None)
     if json_path is None:
         return
     report = {
-        "name": name,
-        "figures": dict(figures),
-        "machine": machine(),
-        "versions": versions(),
-    }
+        "name": name, "figures": dict(figures), "machine": machine(), "versions": versions(),
+    }  # fmt: skip
     json_path.parent.mkdir(parents=True, exist_ok=True)
     json_path.write_text(json.dumps(report, indent=2, sort_keys=False) + "\n")
+
+
+def finish(name: str, figures: Mapping[str, Cell], json_path: Path | None, digits: int = 3) -> None:
+    """Prints the figures, and writes the report."""
+    print_table(name, ("figure", "value"), list(figures.items()), digits)
+    write_report(name, figures, json_path)
 
 
 def print_table(
@@ -104,6 +105,26 @@ def timed() -> Iterator[Stopwatch]:
         yield watch
     finally:
         watch.elapsed_s = time.perf_counter() - start_s
+
+
+def interleaved(
+    calls: Mapping[str, Callable[[], object]],
+    turns: int,
+    between: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Returns the processor seconds of each call in each turn: one after the other, in turns.
+
+    A turn before them is not counted: it compiles. Who begins changes.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(turns + 1):
+        for name in sorted(calls, reverse=bool(turn % 2)):
+            start_s = time.process_time()
+            calls[name]()
+            if turn:
+                taken[name].append(time.process_time() - start_s)
+            between()
+    return taken
 
 
 def _text(cell: Cell, digits: int) -> str:

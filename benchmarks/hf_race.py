@@ -133,15 +133,8 @@ def figures(found: Raced, race: Race) -> dict[str, harness.Cell]:
         for name, s in found.seconds_s.items()
     ]  # fmt: skip
     header = (
-        "system",
-        "tokens/s",
-        "s an epoch",
-        "cpu s",
-        "padding",
-        "first loss",
-        "last loss",
-        "apart",
-    )
+        "system", "tokens/s", "s an epoch", "cpu s", "padding", "first loss", "last loss", "apart",
+    )  # fmt: skip
     harness.print_table(
         f"{race.samples} samples, {found.tokens:,} tokens, {RANKS} ranks", header, rows, digits=4
     )
@@ -152,15 +145,14 @@ def figures(found: Raced, race: Race) -> dict[str, harness.Cell]:
         **{f"packed_speedup_over_{n}": ratio(found.seconds_s, n, "dcpc, packed") for n in OTHERS},
         **{f"cpu_speedup_over_{n}": ratio(found.cpu_s, n, "dcpc") for n in OTHERS},
         "loss_difference": max(apart(name) for name in SAME_BATCHES),
-        "padding_share": share("dcpc"),
-        "padding_share_trainer": share("trainer"),
+        "padding_share": share("dcpc"), "padding_share_trainer": share("trainer"),
         "padding_share_group_by_length": share("group_by_length"),
         "padding_share_batch_rebalance": share("batch_rebalance"),
         "samples_dropped": race.samples - found.trained,
         "tokens_per_s": found.tokens / median(found.seconds_s["dcpc"]),
         "tokens_per_s_trainer": found.tokens / median(found.seconds_s["trainer"]),
         "repeats": len(found.seconds_s["dcpc"]),
-    }
+    }  # fmt: skip
 
 
 def _shown(losses: dict[str, list[float]]) -> Sequence[tuple[str, int]]:
@@ -177,8 +169,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = run_ranks(on_rank, RANKS, race, Texts(race), folder, timeout_s=LIMIT_S)[0]
     made = figures(found, race)
-    harness.print_table("hf_race", ("figure", "value"), list(made.items()))
-    harness.write_report("hf_race", made, args.json)
+    harness.finish("hf_race", made, args.json)
 
 
 if __name__ == "__main__":

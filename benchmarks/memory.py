@@ -93,12 +93,9 @@ class Point:
         sizes = " x ".join(map(str, s.sizes.values()))
         return (
             f"{self.model}, {s.backend}, sp {s.sp}, recompute {s.recompute}, {sizes}",
-            self.predicted_bytes / 1e6,
-            self.measured_bytes / 1e6,
-            100 * self.error,
-            self.saved_bytes / 1e6,
-            self.saved_off_bytes,
-        )
+            self.predicted_bytes / 1e6, self.measured_bytes / 1e6, 100 * self.error,
+            self.saved_bytes / 1e6, self.saved_off_bytes,
+        )  # fmt: skip
 
 
 def settings(name: str, quick: bool) -> list[Setting]:
@@ -177,14 +174,10 @@ class Model:
         at = evaluator(split.study.profile(steps))
         local = split.study.local_sizes(setting.sizes, rank)
         return Point(
-            model=self.name,
-            setting=setting,
-            rank=rank,
-            predicted_bytes=at.peak_bytes(local),
-            measured_bytes=measured_bytes,
-            saved_off_bytes=at.saved_bytes(local) - saved_bytes,
+            model=self.name, setting=setting, rank=rank, predicted_bytes=at.peak_bytes(local),
+            measured_bytes=measured_bytes, saved_off_bytes=at.saved_bytes(local) - saved_bytes,
             saved_bytes=saved_bytes,
-        )
+        )  # fmt: skip
 
 
 def _saved_bytes(loss: Tensor, inputs: Sequence[Tensor]) -> int:
@@ -248,13 +241,12 @@ def figures(points: Sequence[Point]) -> dict[str, harness.Cell]:
     return {
         "points": len(points),
         "points_inductor": sum(p.setting.backend == "inductor" for p in points),
-        "max_error_peak_eager": largest("eager"),
-        "max_error_peak_inductor": largest("inductor"),
+        "max_error_peak_eager": largest("eager"), "max_error_peak_inductor": largest("inductor"),
         "max_underestimate": max(max(0.0, -p.error) for p in points),
         "max_underestimate_eager": largest("eager", below=True),
         "max_underestimate_inductor": largest("inductor", below=True),
         "saved_bytes_off": max(abs(p.saved_off_bytes) for p in points),
-    }
+    }  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:
@@ -286,8 +278,7 @@ def main() -> None:
     header = ("point", "peak MB", "measured", "off %", "saved MB", "saved off B")
     harness.print_table("predicted against measured", header, [p.row() for p in points], digits=4)
     found = {**figures(points), "seconds": watch.elapsed_s}
-    harness.print_table("memory", ("figure", "value"), list(found.items()), digits=6)
-    harness.write_report("memory", found, args.json)
+    harness.finish("memory", found, args.json, digits=6)
 
 
 if __name__ == "__main__":

@@ -62,16 +62,14 @@ class Caught:
         effective = sum(v.effective for v in self.verdicts)
         caught = self.count(CAUGHT, REFUSED, DROPPED)
         return {
-            "mutants": effective,
-            "mutants_caught": caught,
-            "mutants_by_other_errors": self.count(REFUSED),
-            "mutants_dropped": self.count(DROPPED),
+            "mutants": effective, "mutants_caught": caught,
+            "mutants_by_other_errors": self.count(REFUSED), "mutants_dropped": self.count(DROPPED),
             "mutants_stopped": self.count(STOPPED),
             "caught_by_verify": caught / effective if effective else 0.0,
             "mutants_without_place": self.count(MISPLANTED),
             "mutants_ineffective": len(self.verdicts) - effective,
             "mutants_spent_s": round(self.spent_s, 1),
-        }
+        }  # fmt: skip
 
 
 def plant_all(mutants: Iterable[Mutant]) -> Caught:
@@ -110,8 +108,7 @@ def main() -> None:
     caught = plant_all(chosen(given.quick, given.only))
     show(caught, given.every)
     figures = caught.figures()
-    harness.print_table("figures", ("name", "value"), [*figures.items()])
-    harness.write_report("mutants", figures, given.json)
+    harness.finish("mutants", figures, given.json)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import time
 import warnings
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice, pairwise
+from itertools import islice, pairwise
 from statistics import median
 
 import torch
@@ -28,14 +28,14 @@ from torch import Tensor
 import dcpc
 from benchmarks.gpu_checks.mixed import PACKED, PackableGPT, Texts
 from benchmarks.gpu_checks.subjects import drawn_tokens
-from benchmarks.harness import Cell, parser, print_table, write_report
+from benchmarks.harness import Cell, finish, parser, print_table
 from benchmarks.throughput import Run as TrainingRun
 from dcpc.buckets import BATCH, Sizes
 from dcpc.commands.calibrate import calibrate
 from examples.baselines import Dcpc, PlainDdp, System
 from examples.launch import launch
 from examples.packing import PackedSp
-from examples.race import Entrant, Lap, race, rank0_decides, replica
+from examples.race import Entrant, Lap, repeats, replica
 from examples.stdlib_source import PAD, StdlibSource
 from examples.workload import DEMO, INPUTS, QUICK
 
@@ -43,19 +43,11 @@ WORLD, DDP_BATCH = 2, 4
 # Largest relative difference of two systems' losses of a step, in float32.
 LOSS_OFF = 1e-3
 MIXTURES = {
-    "256": [256],
-    "8 x 32, 256": [32] * 8 + [256],
-    "4 x 192": [192] * 4,
-    "1,024": [1024],
-    "16 x 96": [96] * 16,
-    "1,536, 3 x 64": [1536] + [64] * 3,
-    "2,048": [2048],
-    "16 x 128, 2 x 384": [128] * 16 + [384] * 2,
-    "1,024, 32 x 64": [1024] + [64] * 32,
-    "2 x 1,792": [1792] * 2,
-    "3,008, 16 x 64": [3008] + [64] * 16,
-    "4,096": [4096],
-}
+    "256": [256], "8 x 32, 256": [32] * 8 + [256], "4 x 192": [192] * 4, "1,024": [1024],
+    "16 x 96": [96] * 16, "1,536, 3 x 64": [1536] + [64] * 3, "2,048": [2048],
+    "16 x 128, 2 x 384": [128] * 16 + [384] * 2, "1,024, 32 x 64": [1024] + [64] * 32,
+    "2 x 1,792": [1792] * 2, "3,008, 16 x 64": [3008] + [64] * 16, "4,096": [4096],
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,26 +121,18 @@ def on_rank(run: Run) -> tuple[list[Lap], int, dict[str, float]]:
     packed = Ours("packed", both[1], loader(both[1], packing="segment_ids"))
     longest = workload.longest
     systems: dict[str, System] = {
-        "unpacked": unpacked,
-        "packed": packed,
+        "unpacked": unpacked, "packed": packed,
         "fit_sp1": PackedSp(replica(plain), data, unpacked, longest, 1),
         "fit_sp2": PackedSp(replica(plain), data, unpacked, longest, 2),
         "padded": PlainDdp(replica(plain), data, unpacked, DDP_BATCH),
-    }
+    }  # fmt: skip
     entrants = []
     for name, system in systems.items():
         system.name = name
         system.load(run.steps)
         entrants.append(Entrant(system, workload.make_optimizer(system.model)))
-    asked = count()
-
-    def goes_on() -> bool:
-        turn = next(asked)
-        if turn < 2 * run.steps or turn % run.steps:  # the first repeat compiles
-            return True
-        return rank0_decides(time.monotonic() - start_s < run.limit_s)
-
-    laps = race(entrants, list(range(run.steps)) * (run.repeats + 1), goes_on)
+    # The first repeat compiles.
+    laps = repeats(entrants, run.steps, run.repeats + 1, start_s + run.limit_s, least=2)
     padding = {ours.name: ours.loader.stats().padding_share for ours in (unpacked, packed)}
     return laps, sum(step.tokens for step in unpacked.steps), padding
 
@@ -219,9 +203,8 @@ def mixtures(run: Run) -> tuple[list[list[Cell]], dict[str, Cell]]:
         "worst_error": max(abs(ratio - 1) for ratio in ratios.values()),
         "median_error": median(abs(ratio - 1) for ratio in ratios.values()),
         "within_10_percent": sum(abs(ratio - 1) <= 0.1 for ratio in ratios.values()),
-        "mixtures": len(ratios),
-        "out_of_order": swapped,
-    }
+        "mixtures": len(ratios), "out_of_order": swapped,
+    }  # fmt: skip
     return rows, figures
 
 
@@ -235,8 +218,7 @@ def main() -> None:
     rows, figures = mixtures(run)
     print_table("packed micro-batches, ms", ("lengths", "planned", "measured", "ratio"), rows)
     figures |= rates(run)
-    print_table("packing", ("figure", "value"), list(figures.items()))
-    write_report("packing", figures, args.json)
+    finish("packing", figures, args.json)
 
 
 if __name__ == "__main__":

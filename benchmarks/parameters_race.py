@@ -339,9 +339,8 @@ def figures(found: Sequence[Raced]) -> dict[str, harness.Cell]:
         "peak_over_fsdp2": peaks["rounds, again"] / peaks["fsdp2, again"],
         "seconds_over_fsdp2": ratio("equal", "rounds, again", "fsdp2, again"),
         "seconds_over_fsdp2_mixed": ratio("mixed", "rounds, kept", "fsdp2, again"),
-        "lockstep_price_predicted": one.predicted_price,
-        "lockstep_price_measured": median(prices),
-    }
+        "lockstep_price_predicted": one.predicted_price, "lockstep_price_measured": median(prices),
+    }  # fmt: skip
 
 
 def measure(quick: bool) -> dict[str, harness.Cell]:

@@ -111,10 +111,8 @@ def run(quick: bool) -> dict[str, Cell]:
     ratios = [m / p for p, m in zip(told_s, measured_s, strict=True)]
     return {
         "measured_speedup_over_1f1b": by_name["1F1B"] / by_name["dcpc"],
-        "pairs_in_wrong_order": wrong,
-        "pairs": pairs,
-        "measured_over_predicted_max": max(ratios),
-    }
+        "pairs_in_wrong_order": wrong, "pairs": pairs, "measured_over_predicted_max": max(ratios),
+    }  # fmt: skip
 
 
 def fuzz(simulated: int, ran: int) -> dict[str, Cell]:
@@ -134,10 +132,8 @@ def fuzz(simulated: int, ran: int) -> dict[str, Cell]:
         blocks += not runs(schedule, count)
     ended = run_fuzz(ran)
     return {
-        "deadlocks": blocks + ran - ended,
-        "simulated_schedules": simulated,
-        "run_schedules": ended,
-    }
+        "deadlocks": blocks + ran - ended, "simulated_schedules": simulated, "run_schedules": ended,
+    }  # fmt: skip
 
 
 def exact(quick: bool) -> dict[str, Cell]:
@@ -175,11 +171,8 @@ def main() -> None:
             args.trace.write_text(json.dumps(pipeline_trace(shown.work, shown.found, "gpt")))
     quick = args.quick
     figures = {
-        **exact(quick),
-        **plan_seconds(1 if quick else 3),
-        **bubbles(gpt(), quick),
-        **run(quick),
-    }
+        **exact(quick), **plan_seconds(1 if quick else 3), **bubbles(gpt(), quick), **run(quick),
+    }  # fmt: skip
     figures |= fuzz(1_000 if quick else 10_000, 20 if quick else 60)
     rows: list[list[Cell]] = [[key, value] for key, value in figures.items()]
     print_table("Figures", ["figure", "value"], rows, digits=4)

@@ -154,25 +154,13 @@ def _timed(
 
 def scaled(work: PipelineWork, factor: float) -> PipelineWork:
     """Returns work whose seconds are a multiple."""
-    return replace(
-        work,
-        costs=tuple(
-            tuple(
-                tuple(
-                    replace(
-                        c,
-                        forward_s=c.forward_s * factor,
-                        backward_s=c.backward_s * factor,
-                        weight_s=c.weight_s * factor,
-                    )
-                    for c in options
-                )
-                for options in row
-            )
-            for row in work.costs
-        ),
-        hops=tuple(tuple(Hop() for _ in row) for row in work.hops),
-    )
+
+    def all_of(c: StageCost) -> StageCost:
+        names = ("forward_s", "backward_s", "weight_s")
+        return replace(c, **{name: getattr(c, name) * factor for name in names})
+
+    costs = tuple(tuple(tuple(map(all_of, each)) for each in row) for row in work.costs)
+    return replace(work, costs=costs, hops=tuple(tuple(Hop() for _ in row) for row in work.hops))
 
 
 def candidates(work: PipelineWork, own: PipelineSchedule) -> dict[str, PipelineSchedule]:
@@ -180,11 +168,10 @@ def candidates(work: PipelineWork, own: PipelineSchedule) -> dict[str, PipelineS
     count = work.micro_batches
     up = sorted(range(count), key=lambda i: work.costs[0][i][0].forward_s)
     found = {
-        "dcpc": own,
-        "1F1B": one_f_one_b(range(count), own.settings),
+        "dcpc": own, "1F1B": one_f_one_b(range(count), own.settings),
         "1F1B, longest in the middle": one_f_one_b(up[::2] + up[1::2][::-1], own.settings),
         "1F1B, longest outside": one_f_one_b(up[::-1][::2] + up[::-1][1::2][::-1], own.settings),
-    }
+    }  # fmt: skip
     order = adaptive(work, range(count), own.settings)
     found |= {} if order is None else {"adaptive": order}
     for seed in range(4):

@@ -154,11 +154,9 @@ def video(depth: int, repeats: int) -> dict[str, Cell]:
         "stdit_switches_per_block_pair": max(float(row[5]) for row in alone),
         "stdit_bytes_over_ulysses": max(float(row[7]) for row in alone),
         "stdit_batch_collectives": max(int(row[6]) for row in rows[len(DEGREES) :]),
-        "stdit_treewidth": max(int(row[4]) for row in rows),
-        "stdit_blocks": 2 * depth,
-        "stdit_trace_s": tracing.elapsed_s,
-        "stdit_analysis_s": analysis.elapsed_s,
-    }
+        "stdit_treewidth": max(int(row[4]) for row in rows), "stdit_blocks": 2 * depth,
+        "stdit_trace_s": tracing.elapsed_s, "stdit_analysis_s": analysis.elapsed_s,
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -184,14 +182,13 @@ def main() -> None:
     figures: dict[str, Cell] = {
         "gpt28_solve_s": max(median_s for *_, median_s in solved),
         "gpt28_first_solve_s": max(first_s for *_, first_s, _ in solved),
-        "gpt28_analysis_s": analysis.elapsed_s,
-        "gpt28_trace_s": tracing.elapsed_s,
+        "gpt28_analysis_s": analysis.elapsed_s, "gpt28_trace_s": tracing.elapsed_s,
         "gpt28_nodes": len(model.names),
         "gpt28_treewidth": max(found.width for _, _, found, _, _ in solved),
         "optimality_gap_vs_milp": max(*random_found, *real_found),
         "milp_graphs": len(random_found) + len(real_found),
         "gpt_collectives_per_layer": len(activation_changes(program, long_sp4)) / LAYERS,
-    }
+    }  # fmt: skip
     figures |= video(2 if args.quick else XL.depth, repeats=3 if args.quick else 15)
     print_table("placement", ["figure", "value"], [[k, v] for k, v in figures.items()], digits=4)
     write_report("placement", figures, args.json)

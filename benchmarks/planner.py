@@ -49,10 +49,9 @@ QUICK_BATCHES = 3
 Planner = Callable[[Sequence[int], LinearCost], StepPlan]
 OTHERS: dict[str, Planner] = {
     "fixed SP, all ranks, best fit": lambda lens, cost: fixed_sp(lens, cost, cost.ranks),
-    "best homogeneous SP per batch": best_homogeneous,
-    "first fit at the least degree": first_fit,
+    "best homogeneous SP per batch": best_homogeneous, "first fit at the least degree": first_fit,
     "random fill (VideoSys)": random_fill,
-}
+}  # fmt: skip
 
 
 def flexsp_cost(
@@ -72,16 +71,13 @@ def flexsp_cost(
     state_mib = value["param_b"] * 16 * 1024 / 64
     world = ranks or int(value["cluster"])
     return LinearCost(
-        ranks=world,
-        fixed_s=0.6293563,
-        quadratic_s=5.128e-9,
-        linear_s=0.1839576e-3,
+        ranks=world, fixed_s=0.6293563, quadratic_s=5.128e-9, linear_s=0.1839576e-3,
         comm_bytes=16 * 32 * 4096,
         bandwidth_bytes_per_s={d: gb * 1e3 * MIB for d, gb in BANDWIDTH.items()},
         memory_bytes=(value["memory_gib"] * 1024 - state_mib) * MIB,
         recompute=(FIXED, MORE) if joint else (FIXED,),
         degrees=tuple(sorted({d for d in (*DEGREES, 128, 256, 512, world) if d <= world})),
-    )
+    )  # fmt: skip
 
 
 def solve(
@@ -227,10 +223,9 @@ def main() -> None:
     figures["gap_1024_ranks"] = large.gap
     families = sorted(rows["dcpc"])
     print_table(
-        "Seconds a step (model), mean of the family",
-        ["planner", *families],
+        "Seconds a step (model), mean of the family", ["planner", *families],
         [[name, *(row.get(f) for f in families)] for name, row in rows.items()],
-    )
+    )  # fmt: skip
     print_table("Figures", ["figure", "value"], [[k, v] for k, v in figures.items()], digits=4)
     print("slowest batch:", max(plans, key=lambda plan: plan.makespan_s).binds)
     write_report("planner", figures, args.json)

@@ -104,10 +104,8 @@ def dynamic_cp(lengths: Sequence[int], cost: LinearCost) -> StepPlan:
 
 
 PLANNERS: dict[str, Callable[[Sequence[int], LinearCost], StepPlan]] = {
-    "dynamic context parallelism (Megatron)": dynamic_cp,
-    "FCP": fcp,
-    "FlexSP": flexsp,
-}
+    "dynamic context parallelism (Megatron)": dynamic_cp, "FCP": fcp, "FlexSP": flexsp,
+}  # fmt: skip
 QUICK_PLANNERS = {**PLANNERS, "FlexSP": partial(flexsp, chunkings=2)}
 
 
@@ -222,8 +220,7 @@ def _counted(
     found = milp(
         np.zeros(k * p + p), integrality=np.ones(k * p + p), bounds=Bounds(0, most),
         constraints=[
-            LinearConstraint(wanted, sizes, sizes),
-            LinearConstraint(np.vstack([room, time]), ub=0),
+            LinearConstraint(wanted, sizes, sizes), LinearConstraint(np.vstack([room, time]), ub=0),
             LinearConstraint(ranks, ub=cost.ranks),
         ],
         options={"time_limit": MILP_LIMIT_S},

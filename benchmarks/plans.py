@@ -74,14 +74,12 @@ def found(planned: Planned) -> Iterator[tuple[str, dict[str, Any]]]:
         yield (
             str(bucket),
             {
-                "sp": chosen.sp,
-                "micro": chosen.micro_batch,
+                "sp": chosen.sp, "micro": chosen.micro_batch,
                 "recompute": f"{chosen.menu_step}/{chosen.steps}",
                 "attention": ways.get(str(bucket), ""),
-                "rank_s": chosen.seconds_s * chosen.sp / chosen.micro_batch,
-                "rows": settings,
+                "rank_s": chosen.seconds_s * chosen.sp / chosen.micro_batch, "rows": settings,
             },
-        )
+        )  # fmt: skip
 
 
 def main() -> None:

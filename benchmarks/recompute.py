@@ -197,13 +197,11 @@ class Comparison:
     def row(self) -> tuple[harness.Cell, ...]:
         """A line of the table."""
         return (
-            f"{self.model} {self.length}",
-            self.budget_bytes / 1e6,
+            f"{self.model} {self.length}", self.budget_bytes / 1e6,
             None if self.peak_bytes is None else self.peak_bytes / 1e6,
-            100 * self.again_flops / self.base_flops,
-            100 * self.torch_flops / self.base_flops,
+            100 * self.again_flops / self.base_flops, 100 * self.torch_flops / self.base_flops,
             self.ratio,
-        )
+        )  # fmt: skip
 
 
 def ratio(ours: int, theirs: int, base: int) -> float:
@@ -266,15 +264,11 @@ def compare(
         m = None if k is None else trial.measured(k)
         found.append(
             Comparison(
-                model=name,
-                length=length,
-                budget_bytes=budget,
-                peak_bytes=m and m.peak_bytes,
-                again_flops=0 if m is None else m.flops - base,
-                torch_flops=torch_flops,
+                model=name, length=length, budget_bytes=budget, peak_bytes=m and m.peak_bytes,
+                again_flops=0 if m is None else m.flops - base, torch_flops=torch_flops,
                 base_flops=base,
             )
-        )
+        )  # fmt: skip
     return found, rotor(trial, name, length, shares)
 
 
@@ -313,14 +307,12 @@ def rotor(trial: OnTrial, name: str, length: str, shares: Sequence[float]) -> li
         k = trial.recompute(budget)
         found.append(
             RotorComparison(
-                model=name,
-                length=length,
-                budget_bytes=budget,
+                model=name, length=length, budget_bytes=budget,
                 peak_bytes=None if k is None else trial.measured(k).peak_bytes,
                 again=0.0 if k is None else menu.seconds(k) / once,
                 rotor=least_recompute(chain(menu, once), budget) / once,
             )
-        )
+        )  # fmt: skip
     return found
 
 
@@ -332,12 +324,10 @@ def chain(menu: Menu, once: float) -> list[Stage]:
         c = min(free, key=lambda i: block.saved_bytes[i])
         stages.append(
             Stage(
-                forward=block.forward_s,
-                kept_bytes=float(block.saved_bytes[c]),
-                output_bytes=block.crossing_bytes,
-                alive_bytes=float(block.alive_bytes[c]),
+                forward=block.forward_s, kept_bytes=float(block.saved_bytes[c]),
+                output_bytes=block.crossing_bytes, alive_bytes=float(block.alive_bytes[c]),
             )
-        )
+        )  # fmt: skip
     return stages
 
 
@@ -408,8 +398,7 @@ def main() -> None:
     if plan_s:
         figures["plan_s_stdit_25_buckets"] = sum(plan_s.values())
         figures["plan_s_stdit_8_ranks"] = plan_s[8]
-    harness.print_table("recompute", ("figure", "value"), list(figures.items()), digits=4)
-    harness.write_report("recompute", figures, args.json)
+    harness.finish("recompute", figures, args.json, digits=4)
 
 
 if __name__ == "__main__":

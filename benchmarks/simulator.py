@@ -33,9 +33,8 @@ PUBLISHED = {"fixed SP 64, packing": 1.72, "best homogeneous": 1.41}
 Planner = Callable[[Sequence[int], LinearCost], StepPlan]
 PLANNERS: dict[str, Planner] = {
     "fixed SP 64, packing": lambda lens, cost: fixed_sp(lens, cost, cost.ranks),
-    "best homogeneous": best_homogeneous,
-    "dcpc": dcpc_plan,
-}
+    "best homogeneous": best_homogeneous, "dcpc": dcpc_plan,
+}  # fmt: skip
 
 
 def simulated(count: int) -> dict[str, dict[str, float]]:
@@ -80,12 +79,8 @@ def main() -> None:
         figures[f"dcpc_over_{name.replace(',', '').replace(' ', '_')}_ratio"] = dcpc
         rows.append([f"over {name}", published, ratio, ratio / published - 1, dcpc])
     header = [
-        "Wikipedia 192K",
-        "FlexSP's figure",
-        "FlexSP simulated",
-        "deviation",
-        "dcpc simulated",
-    ]
+        "Wikipedia 192K", "FlexSP's figure", "FlexSP simulated", "deviation", "dcpc simulated",
+    ]  # fmt: skip
     print_table("Ratios (FlexSP's own seconds are published ones)", header, rows)
     print(f"simulated in {watch.elapsed_s:.0f} s")
     write_report("simulator", figures, args.json)

@@ -43,10 +43,9 @@ TOKENS = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
 PAIRS = {"input_ids": "int64[batch, source]", "labels": "int64[batch, target]"}
 # Micro-batches of one shape each; long ones are rare, as in a corpus of texts.
 LONG = (
-    MixedBucket({"batch": 32, "seq": 512}, 0.5),
-    MixedBucket({"batch": 4, "seq": 4096}, 0.3),
+    MixedBucket({"batch": 32, "seq": 512}, 0.5), MixedBucket({"batch": 4, "seq": 4096}, 0.3),
     MixedBucket({"batch": 1, "seq": 16384}, 0.2),
-)
+)  # fmt: skip
 # Tasks whose answers are short, of the same length, and long.
 TASKS = (
     MixedBucket({"batch": 8, "source": 2048, "target": 64}, 0.5),
@@ -85,12 +84,10 @@ def sky(seeds: int) -> dict[str, Cell]:
         exact = exact_cut_s(layers, speeds)
     others = [exact_cut_s(*sky_instance(seed)) / SKY_BOUND - 1 for seed in range(seeds)]
     return {
-        "sky_even": even_cut_s(layers, speeds),
-        "sky_exact": exact,
-        "sky_bound": fractional_bound(layers, speeds),
-        "sky_solve_s": watch.elapsed_s,
+        "sky_even": even_cut_s(layers, speeds), "sky_exact": exact,
+        "sky_bound": fractional_bound(layers, speeds), "sky_solve_s": watch.elapsed_s,
         "sky_gap_mean": sum(others) / len(others),
-    }
+    }  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------- a mixture
@@ -162,20 +159,18 @@ def main() -> None:
         "320 layers on 64 devices of 4 speeds",
         ["", "here", "reference"],
         [
-            ["even cut", figures["sky_even"], 46.9],
-            ["exact cut", figures["sky_exact"], 17.03],
+            ["even cut", figures["sky_even"], 46.9], ["exact cut", figures["sky_exact"], 17.03],
             ["fractional bound", figures["sky_bound"], 16.61],
             ["seconds to solve", figures["sky_solve_s"], 1.0],
         ],
-    )
+    )  # fmt: skip
     rows = mixtures(args.quick)
     print_table("one cut for a mixture", ["", "gain", "solve s"], rows)
     figures |= {
-        "mixture_gain": rows[0][1],
-        "mixture_gain_gpt": rows[1][1],
+        "mixture_gain": rows[0][1], "mixture_gain_gpt": rows[1][1],
         "mixture_gain_gpt_unequal": rows[2][1],
         "mixture_solve_s": max(solve_s for _, _, solve_s in rows),
-    }
+    }  # fmt: skip
     figures |= measured(10 if args.quick else 30)
     print_table(
         "two gloo ranks, one of half the speed",

@@ -253,12 +253,9 @@ def measured(steps: int) -> dict[str, Cell]:
     ran = replay(_as_ran(work, schedule, [r.busy_s for r in found]), schedule).makespan_s
     step_s = max(r.step_s for r in found)
     return {
-        "measured_s": step_s,
-        "predicted_s": clock,
-        "measured_over_predicted": step_s / clock,
-        "busy_over_predicted": ran / busy,
-        "gradient_error": max(r.error for r in found),
-    }
+        "measured_s": step_s, "predicted_s": clock, "measured_over_predicted": step_s / clock,
+        "busy_over_predicted": ran / busy, "gradient_error": max(r.error for r in found),
+    }  # fmt: skip
 
 
 def _scaled(
@@ -295,11 +292,9 @@ def _scaled(
 
 def _times(cost: StageCost, scale: float) -> StageCost:
     return replace(
-        cost,
-        forward_s=cost.forward_s * scale,
-        backward_s=cost.backward_s * scale,
+        cost, forward_s=cost.forward_s * scale, backward_s=cost.backward_s * scale,
         weight_s=cost.weight_s * scale,
-    )
+    )  # fmt: skip
 
 
 def _without_messages(work: PipelineWork) -> PipelineWork:

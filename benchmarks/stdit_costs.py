@@ -48,14 +48,10 @@ SOURCES = (
 )  # fmt: skip
 INPUTS = {
     "latents": "{dtype}[batch, {channels}, frames, tokens*2, 2]",
-    "noise": "{dtype}[batch, {channels}, frames, tokens*2, 2]",
-    "timestep": "float32[batch]",
-    "text": "{dtype}[batch, {text_len}, {text_dim}]",
-    "text_mask": "bool[batch, {text_len}]",
-    "fps": "float32[batch]",
-    "pixel_height": "float32[batch]",
-    "pixel_width": "float32[batch]",
-}
+    "noise": "{dtype}[batch, {channels}, frames, tokens*2, 2]", "timestep": "float32[batch]",
+    "text": "{dtype}[batch, {text_len}, {text_dim}]", "text_mask": "bool[batch, {text_len}]",
+    "fps": "float32[batch]", "pixel_height": "float32[batch]", "pixel_width": "float32[batch]",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

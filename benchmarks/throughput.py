@@ -17,14 +17,13 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from statistics import median
 
 from benchmarks import harness
 from examples.baselines import Dcpc, FixedSp, PlainDdp, System
 from examples.launch import launch
 from examples.packing import PackedSp
-from examples.race import Entrant, Lap, race, rank0_decides, replica
+from examples.race import Entrant, Lap, repeats, replica
 from examples.stdlib_source import StdlibSource
 from examples.workload import DEMO, QUICK, Workload
 
@@ -55,10 +54,12 @@ class Total:
 
     Attributes:
         seconds_s: measured.
+        busy_s: processor seconds, in each step of the rank that spent most.
         wire_bytes: of all ranks, gradients included.
     """
 
     seconds_s: float
+    busy_s: float
     wire_bytes: int
 
 
@@ -98,54 +99,38 @@ def on_rank(run: Run) -> Measured:
         compiled = workload.compile(model, dataset)
     ours = Dcpc(compiled, workload.loader(dataset, compiled))
     systems: dict[str, System] = {
-        "dcpc": ours,
-        "padded_bucket": FixedSp(compiled, replica(model), workload, dataset, WORLD),
+        "dcpc": ours, "padded_bucket": FixedSp(compiled, replica(model), workload, dataset, WORLD),
         "packing": PackedSp(replica(model), dataset, ours, workload.longest, WORLD),
         "ddp": PlainDdp(replica(model), dataset, ours, DDP_BATCH),
         "ddp_unpadded": PlainDdp(replica(model), dataset, ours, 1),
-    }
+    }  # fmt: skip
     for system in systems.values():
         system.load(run.steps)
     entrants = [Entrant(s, workload.make_optimizer(s.model)) for s in systems.values()]
     for entrant in entrants:
         entrant.lap(_shortest(ours))  # a variant compiles when it is first used
     ours.imbalances.clear()
-    asked = count()
-
-    def goes_on() -> bool:
-        """Asks the clock between repeats, once there is one."""
-        turn = next(asked)
-        if turn == 0 or turn % run.steps:
-            return True
-        return rank0_decides(time.monotonic() - start_s < run.limit_s)
-
-    # Repeats in one race: who begins goes on changing.
-    laps = race(entrants, list(range(run.steps)) * run.repeats, goes_on)
+    laps = repeats(entrants, run.steps, run.repeats, start_s + run.limit_s)
     return Measured(
-        totals=_totals(laps, {s.name: key for key, s in systems.items()}, run.steps),
-        steps=run.steps,
-        longest=workload.longest,
-        tokens=sum(step.tokens for step in ours.steps),
+        totals=totals_of(laps, {s.name: key for key, s in systems.items()}, run.steps),
+        steps=run.steps, longest=workload.longest, tokens=sum(step.tokens for step in ours.steps),
         imbalance=sum(ours.imbalances) / len(ours.imbalances),
         predicted_imbalance=sum(s.plan.imbalance for s in ours.steps) / len(ours.steps),
-        padding_share=ours.loader.stats().padding_share,
-        compile_s=compiling.elapsed_s,
-    )
+        padding_share=ours.loader.stats().padding_share, compile_s=compiling.elapsed_s,
+    )  # fmt: skip
 
 
 def _shortest(system: Dcpc) -> int:
     return min(range(len(system.steps)), key=lambda i: system.steps[i].plan.makespan_s)
 
 
-def _totals(laps: Sequence[Lap], keys: dict[str, str], steps: int) -> dict[str, list[Total]]:
+def totals_of(laps: Sequence[Lap], keys: dict[str, str], steps: int) -> dict[str, list[Total]]:
     """Returns each system's totals, one a repeat."""
     found: dict[str, list[Total]] = {}
     for name, key in keys.items():
-        mine = [lap for lap in laps if lap.system == name]
+        mine = [(lap.seconds_s, lap.busy_s, lap.wire_bytes) for lap in laps if lap.system == name]
         whole = [mine[i : i + steps] for i in range(0, len(mine), steps)]
-        found[key] = [
-            Total(sum(lap.seconds_s for lap in r), sum(lap.wire_bytes for lap in r)) for r in whole
-        ]
+        found[key] = [Total(*map(sum, zip(*repeat, strict=True))) for repeat in whole]
     return found
 
 
@@ -159,18 +144,14 @@ def figures_of(measured: Measured) -> dict[str, harness.Cell]:
 
     figures: dict[str, harness.Cell] = {
         "speedup_over_padded_bucket": speedup("padded_bucket"),
-        "speedup_over_packing": speedup("packing"),
-        "speedup_over_ddp": speedup("ddp"),
+        "speedup_over_packing": speedup("packing"), "speedup_over_ddp": speedup("ddp"),
         "speedup_over_ddp_unpadded": speedup("ddp_unpadded"),
         "wire_bytes_ratio": measured.totals["padded_bucket"][0].wire_bytes / ours[0].wire_bytes,
         "imbalance_measured": measured.imbalance,
         "imbalance_predicted": measured.predicted_imbalance,
-        "padding_share": measured.padding_share,
-        "compile_s": measured.compile_s,
-        "repeats": len(ours),
-        "steps": measured.steps,
-        "longest_bucket": measured.longest,
-    }
+        "padding_share": measured.padding_share, "compile_s": measured.compile_s,
+        "repeats": len(ours), "steps": measured.steps, "longest_bucket": measured.longest,
+    }  # fmt: skip
     for key, totals in measured.totals.items():
         seconds_s = median(t.seconds_s for t in totals)
         figures[f"{key}_s"] = seconds_s
@@ -187,8 +168,7 @@ def main() -> None:
         run = Run(QUICK, steps=3, repeats=3, limit_s=20.0)
     measured = launch(on_rank, WORLD, run)[0]
     figures = figures_of(measured)
-    harness.print_table("throughput", ("figure", "value"), list(figures.items()))
-    harness.write_report("throughput", figures, args.json)
+    harness.finish("throughput", figures, args.json)
 
 
 if __name__ == "__main__":

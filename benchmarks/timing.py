@@ -118,11 +118,10 @@ def clips(sizes: Mapping[str, int]) -> dict[str, Tensor]:
     """Returns the inputs of the STDiT whose values matter: times and sizes above 0."""
     batch = sizes["batch"]
     return {
-        "timestep": 1000 * torch.rand(batch),
-        "fps": torch.full((batch,), 24.0),
+        "timestep": 1000 * torch.rand(batch), "fps": torch.full((batch,), 24.0),
         "pixel_height": torch.full((batch,), 8.0 * sizes["height"]),
         "pixel_width": torch.full((batch,), 8.0 * sizes["width"]),
-    }
+    }  # fmt: skip
 
 
 VIDEO = STDiTConfig(depth=2, dim=96, heads=4, text_dim=48, text_len=12)
@@ -145,10 +144,9 @@ def jobs(quick: bool) -> dict[str, Job]:
     unseen = ((1, 7, 17, 23), (3, 5, 12, 17), (1, 13, 22, 30))
     videos = tuple({"batch": batch, **_clip(*clip)} for batch, *clip in unseen)
     return {
-        "GPT": Job(gpt, text, shapes, "eager"),
-        "GPT, Inductor": Job(gpt, text, shapes, "inductor"),
+        "GPT": Job(gpt, text, shapes, "eager"), "GPT, Inductor": Job(gpt, text, shapes, "inductor"),
         "STDiT": Job(stdit, video, videos, "eager", clips),
-    }
+    }  # fmt: skip
 
 
 def on_rank(rank: int, job: Job) -> tuple[list[Point], float, float, float]:
@@ -249,19 +247,14 @@ def main() -> None:
         harness.print_table(title, header, [p.row() for p in mine], digits=1)
     wrong, pairs = ranking_errors(points)
     figures = {
-        "points": len(points),
-        "median_time_error": median(p.error for p in points),
+        "points": len(points), "median_time_error": median(p.error for p in points),
         "median_error_at_that_speed": median(at_that_speed),
         "median_time_error_one_rank": median(p.error for p in points if p.setting[0] == 1),
-        "max_time_error": max(p.error for p in points),
-        "ranking_errors": wrong,
-        "ranking_pairs": pairs,
-        "calibration_s": calibration_s,
-        "slower_since": median(slower),
+        "max_time_error": max(p.error for p in points), "ranking_errors": wrong,
+        "ranking_pairs": pairs, "calibration_s": calibration_s, "slower_since": median(slower),
         "disturbed": median(p.passed_s / p.measured_s for p in points if p.setting[0] == 1),
-    }
-    harness.print_table("timing", ("figure", "value"), list(figures.items()), digits=4)
-    harness.write_report("timing", figures, args.json)
+    }  # fmt: skip
+    harness.finish("timing", figures, args.json, digits=4)
 
 
 if __name__ == "__main__":

@@ -78,13 +78,12 @@ def said(program: Program) -> list[tuple[str, ...]]:
     names |= {n: str(program.scalars[n.name]) for n in scalars}
     return [
         (
-            node.op,
-            "" if node.op == "output" else str(node.target),
+            node.op, "" if node.op == "output" else str(node.target),
             *map(str, fx.map_arg((_telling(node), dict(node.kwargs)), lambda n: names[n])),
             str(program.info.get(node.name)),
         )
         for node in nodes
-    ]
+    ]  # fmt: skip
 
 
 def _made_for(node: fx.Node, program: Program, known: set[fx.Node]) -> list[fx.Node]:
@@ -127,12 +126,9 @@ def both(name: str, make: Callable[[], nn.Module], buckets: dcpc.Buckets, turns:
         programs.append(program)
     ours, torchs = programs[:2]
     return Traced(
-        name=name,
-        nodes=len(ours.gm.graph.nodes),
-        ours_s=statistics.median(seconds[0]),
-        torchs_s=statistics.median(seconds[1]),
-        alike=said(ours) == said(torchs),
-    )
+        name=name, nodes=len(ours.gm.graph.nodes), ours_s=statistics.median(seconds[0]),
+        torchs_s=statistics.median(seconds[1]), alike=said(ours) == said(torchs),
+    )  # fmt: skip
 
 
 def llama(layers: int) -> nn.Module:
@@ -178,13 +174,11 @@ def main() -> None:
     rows = [(t.name, t.nodes, t.ours_s, t.torchs_s, t.ratio, str(t.alike)) for t in found]
     harness.print_table("processor seconds of a trace", header, rows, digits=2)
     figures: dict[str, harness.Cell] = {
-        "models": len(found),
-        "median_ratio": statistics.median(t.ratio for t in found),
+        "models": len(found), "median_ratio": statistics.median(t.ratio for t in found),
         "worst_ratio": max(t.ratio for t in found),
-        "graphs_differ": sum(not t.alike for t in found),
-        "trace_s": sum(t.ours_s for t in found),
+        "graphs_differ": sum(not t.alike for t in found), "trace_s": sum(t.ours_s for t in found),
         "torch_trace_s": sum(t.torchs_s for t in found),
-    }
+    }  # fmt: skip
     harness.write_report("trace", figures, args.json)
 
 

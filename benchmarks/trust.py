@@ -30,7 +30,7 @@ from resource import RUSAGE_SELF, getrusage
 
 import torch
 
-from benchmarks.harness import Cell, parser, print_table, timed, write_report
+from benchmarks.harness import Cell, finish, parser, timed
 from benchmarks.mutants import chosen, plant_all
 from benchmarks.verify_share import share_figures, shares
 from tests.faults.leaks import FIRST, LAST, leak_figures
@@ -136,13 +136,10 @@ class Tried:
                 print(text if pair else "", end="", flush=True)
         counted = sum(counts.values()) - counts["void"]
         return {
-            "programs": counted,
-            "pairs": pairs,
-            "silent_wrong": counts["wrong"],
-            "crashes": counts["crash"],
-            "refused_share": counts["refused"] / counted,
+            "programs": counted, "pairs": pairs, "silent_wrong": counts["wrong"],
+            "crashes": counts["crash"], "refused_share": counts["refused"] / counted,
             "void": counts["void"],
-        }
+        }  # fmt: skip
 
 
 def main() -> None:
@@ -169,8 +166,7 @@ def main() -> None:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), **one) as fresh:
         figures |= caught | share_figures(fresh.submit(shares, args.quick).result())
     figures |= leak_figures()
-    print_table("Random programs and planted faults", ["", "figure"], list(figures.items()))
-    write_report("trust", figures, args.json)
+    finish("trust", figures, args.json)
     broken = figures["silent_wrong"] or figures["crashes"] or figures["refused_share"] >= 0.05
     for name in ("threads", "descriptors"):
         few, many = (figures[f"{name}_after_{n}_compiles"] for n in (FIRST, LAST))

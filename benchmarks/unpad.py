@@ -12,7 +12,6 @@ flattened samples, which BERT has not (`unpad_flattened.py`), and a T5 whose two
 from __future__ import annotations
 
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import dcpc
-from benchmarks.harness import Cell, parser, print_table, write_report
+from benchmarks.harness import Cell, interleaved, parser, print_table, write_report
 from benchmarks.unpad_flattened import flattened_call, flattened_error, llama
 from dcpc.verify.exactness import gradient_errors, loss_error
 from dcpc.verify.reference import plain
@@ -34,10 +33,9 @@ from tests.cases.unpad_t5 import batch_of as t5_batch
 from tests.cases.unpad_t5 import t5
 
 INPUTS = {
-    "input_ids": "int64[batch, seq]",
-    "attention_mask": "int64[batch, seq]",
+    "input_ids": "int64[batch, seq]", "attention_mask": "int64[batch, seq]",
     "labels": "int64[batch, seq]",
-}
+}  # fmt: skip
 SHARES = (0.1, 0.22, 0.41, 0.6, 0.8, 0.9, 0.95, 1.0)
 OTHERS_AT = (0.22, 0.41)
 
@@ -64,15 +62,10 @@ def bert(shape: Shape) -> nn.Module:
     """A BERT of these sizes, without dropout."""
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        hidden_size=shape.width,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        intermediate_size=4 * shape.width,
-        vocab_size=shape.vocabulary,
-        max_position_embeddings=512,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+        hidden_size=shape.width, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+        intermediate_size=4 * shape.width, vocab_size=shape.vocabulary, max_position_embeddings=512,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
     return transformers.BertForMaskedLM(config)
 
 
@@ -193,18 +186,6 @@ def nested_call(shape: Shape, lengths: Sequence[int]) -> Callable[[], object]:
     return call
 
 
-def medians(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds that the process computes in each call, one after the other in turns."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(repeats + 1):
-        for name, call in calls.items():
-            start_s = time.process_time()
-            call()
-            if turn:  # the first compiles
-                taken[name].append(time.process_time() - start_s)
-    return {name: statistics.median(times) for name, times in taken.items()}
-
-
 def race(shape: Shape) -> tuple[list[list[Cell]], dict[str, Cell]]:
     """Rows of a table, and figures, of all shares."""
     model = bert(shape)
@@ -249,7 +230,8 @@ def taken(
         "auto": lambda: made["auto"](**inputs).backward(),
     }
     before = made["auto"].stats().unpadded
-    seconds = medians({**calls, **others}, repeats)
+    each = interleaved({**calls, **others}, repeats)
+    seconds = {name: statistics.median(times) for name, times in each.items()}
     return seconds, made["auto"].stats().unpadded > before
 
 
@@ -306,11 +288,10 @@ def main() -> None:
         (f"BERT {layers}, {batch}", race, ["valid", "share", *times, "nested tensors"]),
         (f"Llama {layers}, {batch}", flattened_race, ["valid", *times, "flattened", "its speedup"]),
         (
-            f"T5 {shape.layers} + {layers}, {batch} and {shape.seq // 2}",
-            t5_race,
+            f"T5 {shape.layers} + {layers}, {batch} and {shape.seq // 2}", t5_race,
             ["valid", *times],
         ),
-    )
+    )  # fmt: skip
     for title, run, header in races:
         rows, more = run(shape)
         print_table(f"{title}, CPU seconds", header, rows)

@@ -24,15 +24,10 @@ def llama(width: int, layers: int, heads: int, vocabulary: int) -> nn.Module:
     """A Llama of these sizes, its hidden layers as wide as BERT's."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        intermediate_size=4 * width,
-        vocab_size=vocabulary,
-        max_position_embeddings=512,
-        use_cache=False,
-    )
+        hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=heads, intermediate_size=4 * width, vocab_size=vocabulary,
+        max_position_embeddings=512, use_cache=False,
+    )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
 

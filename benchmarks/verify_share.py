@@ -38,14 +38,9 @@ CLIPS = [
 
 def _llama() -> nn.Module:
     config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=344,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-    )
+        vocab_size=256, hidden_size=128, intermediate_size=344, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192,
+    )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
 

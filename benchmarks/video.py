@@ -33,20 +33,16 @@ MEMORY_BYTES = 80e9
 FRAMES = (1, 15, 30, 60, 120)  # latent frames of 1, 51, 102, 204, 408 frames
 # Source: VideoSys' benchmark: pixels and its batch sizes, by latent frames.
 SIZES = {
-    (144, 256): (345, 48, 25, 12, 6),
-    (240, 426): (128, 16, 8, 4, 2),
-    (360, 640): (64, 7, 4, 2, 1),
-    (480, 854): (32, 4, 2, 1, 1),
-    (720, 1280): (14, 1, 1, 1, 1),
-}
+    (144, 256): (345, 48, 25, 12, 6), (240, 426): (128, 16, 8, 4, 2), (360, 640): (64, 7, 4, 2, 1),
+    (480, 854): (32, 4, 2, 1, 1), (720, 1280): (14, 1, 1, 1, 1),
+}  # fmt: skip
 IMAGES, VIDEOS = 100_000, 2_000
 MIXES = ("short", "balanced", "long")
 # Source: VideoSys' figure, million tokens/s: baseline, intra, inter, inter+PAC.
 PUBLISHED = {
-    "short": (0.90, 1.40, 1.92, 2.24),
-    "balanced": (1.16, 1.42, 1.95, 2.06),
+    "short": (0.90, 1.40, 1.92, 2.24), "balanced": (1.16, 1.42, 1.95, 2.06),
     "long": (1.54, 1.64, 1.96, 1.97),
-}
+}  # fmt: skip
 MOST_TOKENS = 864_000  # of a micro-batch that dcpc may choose
 QUICK_BATCHES = 4  # planned of each mix
 

@@ -32,18 +32,12 @@ def row(name: str, v: Verdict) -> list[Cell]:
         return [name, v.sp, v.error.splitlines()[0][:60], *[None] * 7, "no"]
     share = None if v.coverage is None else v.coverage.sharded_share
     return [
-        name,
-        v.sp,
-        ", ".join(v.symbolic),
-        f"{v.worst:.1e}" + (f" ({v.low})" if v.lifted else ""),
-        f"{v.worst_in_float64:.1e}",
-        ", ".join(v.lowerings) or "-",
-        share,
+        name, v.sp, ", ".join(v.symbolic), f"{v.worst:.1e}" + (f" ({v.low})" if v.lifted else ""),
+        f"{v.worst_in_float64:.1e}", ", ".join(v.lowerings) or "-", share,
         None if v.coverage is None else v.coverage.collectives,
-        None if v.coverage is None else len(v.coverage.blocked),
-        round(v.trace_s, 1),
+        None if v.coverage is None else len(v.coverage.blocked), round(v.trace_s, 1),
         "yes" if v.accepted else "no",
-    ]
+    ]  # fmt: skip
 
 
 HEADER = [
@@ -110,8 +104,7 @@ def figures_of(names: Sequence[str], found: Mapping[tuple[str, int], Verdict]) -
     run = [v for v in found.values() if not v.error]
     shares = [v.coverage.sharded_share for v in run if v.sp == 2 and v.coverage is not None]
     return {
-        "models_ok": len(good),
-        "models_total": len(names),
+        "models_ok": len(good), "models_total": len(names),
         "worst_relative_error": max((v.worst_in_float64 for v in run), default=None),
         "worst_relative_error_as_is": max((v.worst for v in run), default=None),
         "lowerings_run": sum(len(v.lowerings) for v in run),
@@ -119,7 +112,7 @@ def figures_of(names: Sequence[str], found: Mapping[tuple[str, int], Verdict]) -
         "min_sharded_flops_share": min(shares, default=None),
         "ops_replicated": sum(len(v.coverage.blocked) for v in run if v.coverage is not None),
         "max_trace_s": max((v.trace_s for v in run), default=None),
-    }
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -4,14 +4,16 @@
     FixedSp     padded buckets, two an octave, at one SP degree with full recompute: what the
                 longest sample needs
     PlainDdp    DistributedDataParallel, each batch padded to its longest sample
+    GroupedDdp  the same with batches of like length
 
-All three take exact weights, so from equal weights they go through equal losses.
+All of them take exact weights, so from equal weights they go through equal losses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import islice
 from typing import Protocol
 
@@ -25,6 +27,7 @@ import dcpc
 from dcpc.ir import BucketPlan
 from dcpc.runtime.data.steps import MicroBatch, Step
 from dcpc.runtime.parameters.store import WholeStore
+from dcpc.runtime.planner.plans import StepPlan
 from dcpc.runtime.step.on_group import OnGroup
 from dcpc.runtime.step.step import train_step
 from examples.forced import ForcedVariant, OwnPlans
@@ -32,6 +35,7 @@ from examples.stdlib_source import BEGIN, IGNORE, PAD, StdlibSource
 from examples.workload import Workload
 
 Batch = dict[str, Tensor]
+NOTHING = StepPlan((), (), 0.0)
 
 
 class System(Protocol):
@@ -189,3 +193,35 @@ class PlainDdp:
         # DDP takes the mean over the ranks; their sum is meant.
         (loss * dist.get_world_size()).backward()
         return loss.detach().double()
+
+
+class GroupedDdp(PlainDdp):
+    """The plain model in DDP, as one does without dcpc: samples of like length share a batch.
+
+    The samples of a step are sorted and cut into batches of at most so many tokens, padding
+    included. Each batch, the longest samples first, goes to the rank with the fewest tokens so far.
+    """
+
+    def __init__(self, model: nn.Module, dataset: StdlibSource, source: Dcpc, tokens: int) -> None:
+        super().__init__(model, dataset, source, tokens)
+        self.name = f"DDP, grouped by length, batches of {tokens:,} tokens"
+
+    def _batches(self, step: Step) -> list[Batch]:
+        ids = sorted(i for mb in step.plan.micro_batches for i in mb.sample_ids)
+        ids.sort(key=self._length, reverse=True)
+        groups: list[list[int]] = []
+        for i in ids:
+            if not groups or (len(groups[-1]) + 1) * self._length(groups[-1][0]) > self.batch:
+                groups.append([])
+            groups[-1].append(i)
+        dealt: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
+        tokens = [0] * len(dealt)
+        for group in groups:
+            to = tokens.index(min(tokens))
+            dealt[to].append(group)
+            tokens[to] += len(group) * self._length(group[0])
+        mine = [self._pad(group) for group in dealt[dist.get_rank()]]
+        return mine or super()._batches(replace(step, plan=NOTHING))
+
+    def _length(self, i: int) -> int:
+        return self._dataset.dims(i)["seq"]

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ class Lap:
         system: its name.
         index: of the step.
         seconds_s: until the last rank was done, optimizer included.
+        busy_s: processor seconds of the busiest rank: none of what others run on the machine.
         wire_bytes: sent by all ranks together, the sum of gradients included.
         loss: of the global batch.
     """
@@ -31,6 +33,7 @@ class Lap:
     system: str
     index: int
     seconds_s: float
+    busy_s: float
     wire_bytes: int
     loss: float
 
@@ -51,16 +54,17 @@ class Entrant:
         world = dist.get_world_size()
         dist.barrier()
         before = wire_log.total_bytes()
-        start_s = time.perf_counter()
+        start_s, begun_s = time.perf_counter(), time.process_time()
         loss = self.system.run(index)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        took = torch.tensor([time.perf_counter() - start_s], dtype=torch.float64)
+        spent = (time.perf_counter() - start_s, time.process_time() - begun_s)
+        took = torch.tensor(spent, dtype=torch.float64)
         sent = torch.tensor([wire_log.total_bytes() - before])
         dist.all_reduce(took, dist.ReduceOp.MAX)
         dist.all_reduce(sent)
         wire_bytes = int(sent) + 2 * (world - 1) * self.gradient_bytes
-        return Lap(self.system.name, index, float(took), wire_bytes, loss)
+        return Lap(self.system.name, index, *took.tolist(), wire_bytes, loss)
 
     def peak_bytes(self, index: int) -> int:
         """Returns the most bytes a rank needs in a step, by the allocator; changes no weights.
@@ -97,6 +101,27 @@ def race(
         first = turn % len(entrants)
         laps += [e.lap(index) for e in [*entrants[first:], *entrants[:first]]]
     return laps
+
+
+def repeats(
+    entrants: Sequence[Entrant], steps: int, most: int, end_s: float, least: int = 1
+) -> list[Lap]:
+    """Returns the laps of the same steps again and again, in one race: who begins goes on changing.
+
+    Args:
+        entrants: with their steps loaded.
+        steps: how many.
+        most: repeats at most.
+        end_s: no repeat after the least begins later than this, by `time.monotonic()`.
+        least: repeats at least.
+    """
+    asked = count()
+
+    def goes_on() -> bool:
+        turn = next(asked)
+        return turn < least * steps or turn % steps > 0 or rank0_decides(time.monotonic() < end_s)
+
+    return race(entrants, list(range(steps)) * most, goes_on)
 
 
 def rank0_decides(answer: bool) -> bool:

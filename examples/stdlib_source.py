@@ -16,7 +16,7 @@ from __future__ import annotations
 import ast
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,24 +73,37 @@ class StdlibSource(Dataset[dict[str, Tensor]]):
         counts: how many segments, bytes and cuts there are.
     """
 
-    def __init__(self, max_tokens: int, root: Path | None = None, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        max_tokens: int,
+        root: Path | Sequence[bytes] | None = None,
+        limit: int | None = None,
+        every: int = 1,
+    ) -> None:
         """Reads the sources.
 
         Args:
             max_tokens: length of the largest bucket.
-            root: where; default: the running interpreter's standard library.
+            root: where, or the segments; default: the running interpreter's standard library.
             limit: keep only about this many segments, evenly spread; default: all.
+            every: a sample has the first of each so many bytes: with 4 it is about as long as the
+                text is in the tokens of a vocabulary of words.
         """
-        found = segments(root)
+        found = segments(root) if root is None or isinstance(root, Path) else [*root]
         if limit is not None and limit < len(found):
             found = [found[len(found) * i // limit] for i in range(limit)]
+        self._segments, self._every = found, every
         self._texts: list[bytes] = []
         long = 0
         for segment in found:
-            pieces = cut(segment, max_tokens - 1)
+            pieces = cut(segment, every * (max_tokens - 1))
             long += len(pieces) > 1
-            self._texts.extend(pieces)
+            self._texts.extend(piece[::every] for piece in pieces)
         self.counts = Counts.of(found, long, len(self._texts) - len(found))
+
+    def cut_at(self, max_tokens: int) -> StdlibSource:
+        """Returns the same segments for another length of the largest bucket."""
+        return StdlibSource(max_tokens, self._segments, every=self._every)
 
     def __len__(self) -> int:
         return len(self._texts)

@@ -16,14 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import nn
 
 import dcpc
 from dcpc.commands.report.what_if import what_if, what_if_text
 from dcpc.commands.simulate.timeline import of_step
 from dcpc.runtime.data.steps import Step
-from dcpc.runtime.planner.plans import StepPlan
-from examples.baselines import Batch, Dcpc, PlainDdp
+from examples.baselines import Dcpc, GroupedDdp, PlainDdp
 from examples.job import MB, Compared, Job
 from examples.launch import launch
 from examples.race import replica
@@ -34,35 +32,6 @@ from examples.workload import DEMO, INPUTS, Workload
 TOUR = replace(DEMO, longest=4096, memory_bytes=180_000_000, count=6)
 WIDTH = 72  # characters of a step
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-class GroupedDdp(PlainDdp):
-    """The plain model in DDP, as one does without dcpc: samples of like length share a batch.
-
-    The samples of a step are sorted, cut into batches of at most so many tokens, padding included,
-    and dealt out to the ranks in turn, the longest first.
-    """
-
-    def __init__(self, model: nn.Module, dataset: StdlibSource, source: Dcpc, tokens: int) -> None:
-        super().__init__(model, dataset, source, tokens)
-        self.name = f"DDP, grouped by length, batches of {tokens:,} tokens"
-
-    def _batches(self, step: Step) -> list[Batch]:
-        ids = sorted(i for mb in step.plan.micro_batches for i in mb.sample_ids)
-        ids.sort(key=self._length, reverse=True)
-        groups: list[list[int]] = []
-        for i in ids:
-            if not groups or (len(groups[-1]) + 1) * self._length(groups[-1][0]) > self.batch:
-                groups.append([])
-            groups[-1].append(i)
-        mine = groups[dist.get_rank() :: dist.get_world_size()]
-        return [self._pad(group) for group in mine] or super()._batches(replace(step, plan=NOTHING))
-
-    def _length(self, i: int) -> int:
-        return self._dataset.dims(i)["seq"]
-
-
-NOTHING = StepPlan((), (), 0.0)
 
 
 @dataclass(frozen=True, slots=True)

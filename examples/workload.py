@@ -56,7 +56,7 @@ class Workload:
         """Returns Adam for a model."""
         return torch.optim.Adam(model.parameters(), self.learning_rate, betas=(0.9, 0.95))
 
-    def compile(self, model: GPT, dataset: StdlibSource) -> dcpc.CompiledModel:
+    def compile(self, model: GPT, dataset: StdlibSource, **options: Any) -> dcpc.CompiledModel:
         """Returns the compiled model.
 
         Eager: Inductor gains 3 to 10% here and takes 22 s a variant, of which this job has four, on
@@ -65,9 +65,10 @@ class Workload:
         Args:
             model: of this workload.
             dataset: whose lengths the buckets suit.
+            options: of `dcpc.compile` besides.
         """
         buckets = self.buckets(dataset)
-        return dcpc.compile(model, buckets, memory=self.memory_bytes, backend="eager")
+        return dcpc.compile(model, buckets, memory=self.memory_bytes, backend="eager", **options)
 
     def loader(self, dataset: StdlibSource, compiled: Compiled, **options: Any) -> dcpc.DataLoader:
         """Returns a loader; all loaders of a workload yield the same samples in the same steps.

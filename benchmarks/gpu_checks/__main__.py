@@ -118,18 +118,13 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
     gpu = args.device == "cuda"
     device = torch.cuda.get_device_name(0) if gpu else "CPU, tiny models"
     return {
-        "name": "gpu_checks",
-        "device": f"{device} (a stub)" if args.no_numbers else device,
-        "gpu": gpu,
-        "numbers": not args.no_numbers,
-        "date": date.today().isoformat(),
+        "name": "gpu_checks", "device": f"{device} (a stub)" if args.no_numbers else device,
+        "gpu": gpu, "numbers": not args.no_numbers, "date": date.today().isoformat(),
         "commit": args.commit or _commit(),
         "command": shlex.join(["python", "-m", "benchmarks.gpu_checks", *sys.argv[1:]]),
-        "versions": harness.versions(PACKAGES),
-        "machine": harness.machine(),
-        "seconds_s": 0.0,
+        "versions": harness.versions(PACKAGES), "machine": harness.machine(), "seconds_s": 0.0,
         "steps": [],
-    }
+    }  # fmt: skip
 
 
 def _commit() -> str:

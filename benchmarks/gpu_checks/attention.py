@@ -63,8 +63,7 @@ class Case:
 
 CAUSAL = {"after": 0}
 CASES = (
-    Case("causal", (4, 4), 256, 256, CAUSAL),
-    Case("all keys", (4, 4), 200, 333),
+    Case("causal", (4, 4), 256, 256, CAUSAL), Case("all keys", (4, 4), 200, 333),
     Case("causal, grouped heads", (8, 2), 129, 129, CAUSAL),
     Case("causal, last piece", (4, 4), 64, 320, {**CAUSAL, "start": 256}),
     Case("causal, middle piece", (4, 2), 100, 320, {**CAUSAL, "start": 100}),
@@ -73,14 +72,13 @@ CASES = (
     Case("window", (4, 4), 256, 256, {**CAUSAL, "before": 31}),
     Case("window, middle piece", (4, 4), 100, 320, {**CAUSAL, "before": 50, "start": 100}),
     Case("window both ways", (4, 4), 200, 200, {"before": 20, "after": 20}),
-    Case("one query", (4, 4), 1, 300),
-    Case("few positions", (2, 2), 15, 15),
+    Case("one query", (4, 4), 1, 300), Case("few positions", (2, 2), 15, 15),
     Case("hidden keys", (4, 4), 128, 128, hides="keep"),
     Case("bias", (4, 4), 96, 128, hides="bias"),
     Case("packed", (4, 4), 210, 210, CAUSAL, hides="segment"),
     Case("packed, window", (4, 4), 210, 210, {"before": 9, "after": 5}, hides="segment"),
     Case("packed, grouped heads", (8, 2), 211, 211, CAUSAL, hides="segments"),
-)
+)  # fmt: skip
 
 
 def attention(setting: Setting) -> Iterator[Row]:
@@ -103,11 +101,10 @@ def _compared(
     q, k, v = (
         _drawn(heads, length, width, dtype, setting.device)
         for heads, length in zip(
-            (case.heads[0], case.heads[1], case.heads[1]),
-            (case.queries, case.keys, case.keys),
+            (case.heads[0], case.heads[1], case.heads[1]), (case.queries, case.keys, case.keys),
             strict=True,
         )
-    )
+    )  # fmt: skip
     hides = case.tensor(setting.device, dtype)
     scale = 1 / math.sqrt(width)
     with profile(activities=[ProfilerActivity.CPU]) as seen:

@@ -53,12 +53,9 @@ class OnDevice:
         with setting.device:
             self.model = subject.make()
         found = calibrate(
-            self.model,
-            subject.calibration_buckets,
-            backend="eager",
-            example=subject.example,
+            self.model, subject.calibration_buckets, backend="eager", example=subject.example,
             budget_s=15.0 if setting.card else 1.0,
-        )
+        )  # fmt: skip
         self.calibration_s = found.seconds_s
         self.compiled = dcpc.compile(
             self.model, subject.buckets, backend="eager", recompute="none", memory=AMPLE,

@@ -129,10 +129,9 @@ def _collectives(setting: Setting, dtype: torch.dtype, check: str) -> Iterator[R
     if dtype != torch.bool:
         found |= {
             "reduce_scatter": ops.reduce_scatter(x, *rows, "g0"),
-            "all_reduce": ops.all_reduce(x, "g0"),
-            "gather_rows": ops.gather_rows([x], 1, "g0")[0],
+            "all_reduce": ops.all_reduce(x, "g0"), "gather_rows": ops.gather_rows([x], 1, "g0")[0],
             "sum_rows": ops.sum_rows([x], 1, "g0")[0],
-        }
+        }  # fmt: skip
     for name, got in found.items():
         assert got.device == x.device, f"{name}: got {got.device}, expected {x.device}"
     wrong = [name for name, got in found.items() if setting.numbers and not torch.equal(got, x)]

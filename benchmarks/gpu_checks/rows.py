@@ -107,13 +107,11 @@ def same_kind(got: Tensor, wanted: Tensor, what: str) -> None:
     """
     kinds = [
         (
-            tuple(x.shape),
-            tuple(s for n, s in zip(x.shape, x.stride(), strict=True) if n > 1),
-            x.dtype,
-            x.device,
+            tuple(x.shape), tuple(s for n, s in zip(x.shape, x.stride(), strict=True) if n > 1),
+            x.dtype, x.device,
         )
         for x in (got, wanted)
-    ]
+    ]  # fmt: skip
     assert kinds[0] == kinds[1], f"{what}: got {kinds[0]}, expected {kinds[1]}"
 
 

@@ -94,10 +94,9 @@ def ways(device: torch.device) -> dict[str, Attend]:
     named = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch math": SDPBackend.MATH}
     if device.type == "cuda":
         named = {
-            "torch flash": SDPBackend.FLASH_ATTENTION,
-            "torch cuDNN": SDPBackend.CUDNN_ATTENTION,
+            "torch flash": SDPBackend.FLASH_ATTENTION, "torch cuDNN": SDPBackend.CUDNN_ATTENTION,
             "torch efficient": SDPBackend.EFFICIENT_ATTENTION,
-        }
+        }  # fmt: skip
     found |= {name: partial(_torchs, backend) for name, backend in named.items()}
     if flash_attn_func is not None and device.type == "cuda":
         found["flash-attn"] = _flash_attn

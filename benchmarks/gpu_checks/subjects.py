@@ -91,15 +91,14 @@ def _clips(config: STDiTConfig, dtype: torch.dtype, sizes: Sizes) -> dict[str, T
     batch = sizes[BATCH]
     shape = (batch, config.channels, sizes["frames"], sizes["height"], sizes["width"])
     return {
-        "latents": torch.randn(shape, dtype=dtype),
-        "noise": torch.randn(shape, dtype=dtype),
+        "latents": torch.randn(shape, dtype=dtype), "noise": torch.randn(shape, dtype=dtype),
         "timestep": 1000 * torch.rand(batch),
         "text": torch.randn(batch, config.text_len, config.text_dim, dtype=dtype),
         "text_mask": torch.ones(batch, config.text_len, dtype=torch.bool),
         "fps": torch.full((batch,), 24.0),
         "pixel_height": torch.full((batch,), 8.0 * sizes["height"]),
         "pixel_width": torch.full((batch,), 8.0 * sizes["width"]),
-    }
+    }  # fmt: skip
 
 
 def _video_specs(config: STDiTConfig, dtype: str) -> dict[str, str]:
@@ -129,15 +128,10 @@ def _gpt_subject(
 ) -> Subject:
     """Returns a language model; texts are (batch, seq)."""
     return Subject(
-        name,
-        partial(_gpt, config, dtype),
-        TEXT,
-        partial(drawn_tokens, config.vocab_size),
+        name, partial(_gpt, config, dtype), TEXT, partial(drawn_tokens, config.vocab_size),
         tuple({BATCH: batch, "seq": seq} for batch, seq in texts),
-        tuple({"seq": seq} for seq in calibrated),
-        _length,
-        memory_bytes,
-    )
+        tuple({"seq": seq} for seq in calibrated), _length, memory_bytes,
+    )  # fmt: skip
 
 
 def _stdit_subject(
@@ -150,15 +144,11 @@ def _stdit_subject(
 ) -> Subject:
     """Returns a video model; clips are (batch, frames, height, width)."""
     return Subject(
-        name,
-        partial(_stdit, config, dtype),
-        _video_specs(config, str(dtype).removeprefix("torch.")),
-        partial(_clips, config, dtype),
+        name, partial(_stdit, config, dtype),
+        _video_specs(config, str(dtype).removeprefix("torch.")), partial(_clips, config, dtype),
         tuple(_clip(*clip) for clip in clips),
-        tuple(_lengths(_clip(1, *clip)) for clip in calibrated),
-        _patches,
-        memory_bytes,
-    )
+        tuple(_lengths(_clip(1, *clip)) for clip in calibrated), _patches, memory_bytes,
+    )  # fmt: skip
 
 
 def full(shallow: bool = False) -> tuple[Subject, ...]:

@@ -42,3 +42,11 @@ def test_throughput_gives_its_figures(tmp_path):
     assert found["speedup_over_ddp"] > 0
     assert found["wire_bytes_ratio"] > 1
     assert 0 <= found["imbalance_measured"] < 1
+
+
+def test_loop_gives_its_figures(tmp_path):
+    found = figures("benchmarks.loop", tmp_path)
+    assert found["speedup_over_padded"] > 0
+    assert found["speedup_over_grouped_ddp"] == found["speedup_over_grouped_ddp_at_30"] > 0
+    assert found["overhead_s_per_microbatch"] < found["microbatch_s"]
+    assert found["lines_of_loop"] < found["lines_of_loop_by_hand"]

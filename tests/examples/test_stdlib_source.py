@@ -66,6 +66,13 @@ def test_dims_are_the_samples_lengths_and_fit_the_bucket(folder):
     assert data.counts.cuts == len(data) - data.counts.segments > 0
 
 
+def test_each_fourth_byte_is_a_token_at_any_cut(folder):
+    whole = StdlibSource(1024, folder, every=4)
+    assert whole[4]["labels"].tolist() == [*b"def g(): pass\n"[::4], END]
+    short = whole.cut_at(6)
+    assert max(short.dims(i)["seq"] for i in range(len(short))) == 6
+
+
 @pytest.mark.slow
 def test_standard_library_is_read_alike_twice():
     once, again = segments(), segments()

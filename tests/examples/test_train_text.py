@@ -3,16 +3,10 @@
 Beside it the same loop by DistributedDataParallel: its losses, and its lines.
 """
 
-import ast
-import inspect
-import io
 import re
 import threading
-import tokenize
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -20,13 +14,10 @@ import pytest
 import dcpc
 from dcpc.runtime.data.steps import Step
 from examples import train_text, train_text_ddp
+from examples.code_lines import of_both_loops
 from tests.cases.launch import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "from_ddp.md"
-NO_CODE = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}  # fmt: skip
 
 
 def train(rank, steps, folder=None):
@@ -85,26 +76,9 @@ def test_the_loop_by_hand_has_the_same_losses(tmp_path, ranks):
         assert theirs == pytest.approx(ours, rel=1e-5)
 
 
-def code_lines(module: ModuleType) -> Counter[str]:
-    """Returns the lines of code of each function and class of a module; "" has all others."""
-    source = inspect.getsource(module)
-    tree = ast.parse(source)
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    lines = {n for t in tokens if t.type not in NO_CODE for n in range(t.start[0], t.end[0] + 1)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node):
-            text = node.body[0]
-            lines -= {*range(text.lineno, (text.end_lineno or 0) + 1)}
-    found = Counter[str]()
-    for node in tree.body:
-        own = lines & {*range(node.lineno, (node.end_lineno or 0) + 1)}
-        found[getattr(node, "name", "")] += len(own)
-    return found
-
-
 def test_the_pages_count_the_lines_of_both_loops():
-    hand, ours = code_lines(train_text_ddp), code_lines(train_text)
-    mine = ours.total() - ours["model"] - ours["Paragraphs"]
+    hand, ours = of_both_loops()
+    mine = ours.total()
     cut = hand["epoch_steps"] + hand["micro_batches"] + hand["dealt"]
     said = re.findall(r"^\| [a-z][^|]* \| (\d+) \| (\d+) \|$", PAGE.read_text(), re.M)
     assert [(int(a), int(b)) for a, b in said] == [
