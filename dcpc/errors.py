@@ -9,12 +9,14 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import os
 import re
 import reprlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ContextDecorator, contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import ParamSpec, TypeVar
 
 _HERE = Path(__file__).parent
@@ -91,6 +93,68 @@ def class_named(name: str) -> type[DcpcError] | None:
     return found if isinstance(found, type) and issubclass(found, DcpcError) else None
 
 
+class _Bare(ContextDecorator):
+    """Leaves only the user's own lines in the traceback of a `DcpcError` and of what it explains.
+
+    With `DCPC_TRACEBACK=full` all of it is shown, and so is that of a defect.
+    """
+
+    def __enter__(self) -> None:
+        """Changes nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
+        """Shortens a `DcpcError`."""
+        full = isinstance(error, DefectError) or os.environ.get("DCPC_TRACEBACK") == "full"
+        if isinstance(error, DcpcError) and not full:
+            _users_part(error)
+
+
+bare = _Bare()
+
+
+def _users_part(error: BaseException | None) -> BaseException | None:
+    """Returns a chain of errors with the user's lines alone, without those that have none."""
+    if error is None:
+        return None
+    hidden = error.__suppress_context__  # also where it was raised from another
+    error.__cause__ = _users_part(error.__cause__ or (None if hidden else error.__context__))
+    at, links = error.__traceback__, list[TracebackType]()
+    while at is not None:
+        links, at = [*links, at], at.tb_next
+    for link in reversed(links):
+        code = link.tb_frame.f_code
+        if _is_users(traceback.FrameSummary(code.co_filename, link.tb_lineno, code.co_name)):
+            at = TracebackType(at, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    error.__traceback__ = at
+    return error.__cause__ if at is None else error
+
+
+def meant(got: object, known: Iterable[object], otherwise: str, like: str = "{}") -> str:
+    """Returns `did you mean X?` of the nearest known name, as in `like`; or other advice."""
+    near = difflib.get_close_matches(str(got), [str(name) for name in known], n=1)
+    return f"did you mean {like.format(near[0])}?" if near else otherwise
+
+
+def check_choice(
+    what: str,
+    got: object,
+    known: Iterable[object],
+    error: type[DcpcError] = PlanError,
+    also: str = "",
+) -> None:
+    """Refuses a value that an option does not have, in a text that begins with `what`.
+
+    Raises:
+        DcpcError: the value is none of the known ones, or of those in `also` (class `error`).
+    """
+    known = [*known]
+    if not any(got is each or (isinstance(got, str) and got == each) for each in known):
+        raise error(
+            f"{what}{reprlib.repr(got)}; expected one of {', '.join(map(str, known))}{also}; "
+            f"{meant(got, known, 'choose one')}"
+        )
+
+
 def check_call(
     what: str,
     signature: inspect.Signature,
@@ -113,8 +177,7 @@ def check_call(
         takes += f", and by name some of {', '.join(p.name for p in options)}"
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}=?" if near else "leave it out"
+            hint = meant(name, known, "leave it out", "{}=")
             raise error(f"{what}: got {name}=; expected some of {', '.join(known)}; {hint}")
         if name in places[: len(args)]:
             raise error(f"{what}: got {name} twice; expected it once; pass it by name alone")
@@ -151,6 +214,7 @@ def checking_call(what: str, error: type[DcpcError]) -> Callable[[Callable[P, T]
         signature = own.replace(parameters=[*own.parameters.values()][bound:])
 
         @functools.wraps(function)
+        @bare
         def run(*args: P.args, **given: P.kwargs) -> T:
             check_call(what, signature, args[bound:], given, error)
             return function(*args, **given)
@@ -164,6 +228,12 @@ def users_line(error: BaseException) -> str:
     """Returns ` at FILE:LINE: code` of the innermost line of the user's in a traceback, or ""."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f)]
     return _said_line(frames[-1]) if frames else ""
+
+
+def defined_at(function: Callable[..., object]) -> str:
+    """Returns ` (FILE:LINE)` of a function's definition, or "" where Python does not know it."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
 def running_line() -> str:
@@ -200,7 +270,8 @@ def explaining(doing: str) -> Iterator[None]:
         DefectError: with the first line of the error, and the line of the user's that it is about.
     """
     try:
-        yield
+        with bare:
+            yield
     except GeneratorExit:  # of a loop that was left, maybe as Python ends and our names are gone
         raise
     except (DcpcError, MemoryError, Warning):

@@ -10,6 +10,9 @@ import pytest
 from dcpc.passes.sharding import rules
 from dcpc.runtime.groups import local_ranks
 
+# A test that fails shows all of dcpc's and torch's frames.
+os.environ.setdefault("DCPC_TRACEBACK", "full")
+
 # File -> why its slow tests are run by hand (`make test-slow`), not by `.ci/run`. None of them
 # holds a loss or a gradient that no other test holds.
 BY_HAND = {

@@ -52,7 +52,7 @@ def _tell_others(error: DcpcError, given: Mapping[str, object]) -> None:
     agree(groups, groups.world, "plan", "", error)
 
 
-@taking(CompileOptions, refused=_tell_others)
+@taking(CompileOptions, refused=_tell_others, within="dcpc")
 def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> CompiledModel:
     """Returns the model compiled for shape buckets: one trace, a plan and a variant per bucket.
 

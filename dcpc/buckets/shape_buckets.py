@@ -156,6 +156,7 @@ class Buckets:
         return cls(inputs, sizes_for(names, lengths, count, padding, multiple_of, seconds))
 
     @classmethod
+    @checking_call("dcpc.Buckets.from_yaml", BucketError)
     def from_yaml(cls, file: str | Path) -> Self:
         """Returns the buckets declared in a YAML file with the fields `inputs` and `sizes`.
 

@@ -55,8 +55,10 @@ def read_yaml(file: str | Path, error: type[DcpcError]) -> LinedYaml:
         if node is not None:
             _mark_lines(node, (), lines)
     except OSError as e:
+        where = "" if file.is_absolute() else f" in {Path.cwd()}"
         raise error(
-            f"{file}: cannot be read, got {e.strerror}; expected a readable file; correct the path"
+            f"{file}: cannot be read, got {e.strerror}{where}; expected a readable file; correct "
+            "the path"
         ) from e
     except yaml.MarkedYAMLError as e:
         line = e.problem_mark.line + 1 if e.problem_mark else 1

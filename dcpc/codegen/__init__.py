@@ -7,7 +7,7 @@ from dcpc.codegen.joint.joint import Tracer, with_quotients
 from dcpc.codegen.joint.library import Library
 from dcpc.codegen.joint.partition import divided
 from dcpc.codegen.joint.schedule import VIEWS
-from dcpc.codegen.variant.backends import BACKENDS, check_backend, compile_graph, decompositions
+from dcpc.codegen.variant.backends import BACKENDS, compile_graph, decompositions
 from dcpc.codegen.variant.boxed import RUN, Boxed
 from dcpc.codegen.variant.build import Key, LoweredPair
 from dcpc.codegen.variant.call import VariantCall, call_of

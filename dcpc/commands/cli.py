@@ -244,6 +244,7 @@ def source(
 
 
 @app.command()
+@reported()
 def check(
     factory: Factory,
     buckets: BucketFile,
@@ -268,9 +269,8 @@ def check(
     """Check that a model traces, is split, and has its own numbers in float64; exit 1 if not."""
     points = tuple(map(parse_bucket, at or ()))
     request = CheckRequest(factory, str(buckets), sp, example, points, attention, loss)
-    with reported():
-        text, accepted = check_model(request, timeout)
-        typer.echo(text, nl=False)
+    text, accepted = check_model(request, timeout)
+    typer.echo(text, nl=False)
     if not accepted:
         raise typer.Exit(1)
 

@@ -16,7 +16,7 @@ from dcpc.compiled.lengths import TraceLengths
 from dcpc.compiled.seeds import Seeds
 from dcpc.compiled.unpadding.sides import CallSetting
 from dcpc.compiled.unpadding.unpadding import Unpadding
-from dcpc.errors import DispatchError
+from dcpc.errors import DispatchError, meant
 from dcpc.fx.torch_api.functions import within_transform
 from dcpc.ir import Placement
 from dcpc.passes.value_ranges import value_ranges
@@ -177,11 +177,12 @@ class Dispatch:
             )
         for name, value in inputs.items():
             if not isinstance(value, Tensor):
-                named = isinstance(value, Mapping)
+                named, known = isinstance(value, Mapping), ", ".join(self._buckets.inputs)
                 raise DispatchError(
-                    f"input {name}: got {type(value).__name__}; expected a tensor; "
+                    f"input {name}: got {type(value).__name__}; expected tensors named {known}; "
                     + ("pass its entries by name: compiled(**batch)" if named else
-                       "wrap it in torch.tensor")
+                       "wrap it in torch.tensor" if name in self._buckets.inputs else
+                       meant(name, self._buckets.inputs, "leave it out"))
                 )  # fmt: skip
             spec = self._buckets.inputs.get(name)
             learns = spec is not None and spec.learns

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dcpc.buckets import BATCH, Buckets, shapes_and_dtypes
 from dcpc.compiled.editions import Edition, Editions
-from dcpc.errors import DispatchError
+from dcpc.errors import DispatchError, check_choice
 from dcpc.runtime.data.samples import check_fills
 
 BETWEEN = (None, "pad", "compile")
@@ -34,11 +34,7 @@ def refuse_arguments(
             f"evaluate: got a batch of type {type(batch).__name__}; expected a mapping of inputs "
             f"by name; pass {{'{next(iter(buckets.inputs))}': ..., ...}}"
         )
-    if between not in BETWEEN:
-        raise DispatchError(
-            f"evaluate: got between={between!r}; expected one of {', '.join(map(repr, BETWEEN))}; "
-            "choose one"
-        )
+    check_choice("evaluate: got between=", between, BETWEEN, DispatchError)
     if pad is not None and not isinstance(pad, Mapping):
         raise DispatchError(
             f"evaluate: got pad={pad!r}; expected input name -> number; pass e.g. "

@@ -13,8 +13,8 @@ from torch import fx
 from dcpc.dynamo.family import Family
 from dcpc.dynamo.numbers import fix_numbers
 from dcpc.dynamo.regions import without_regions
-from dcpc.errors import DcpcError, PlanError
-from dcpc.plan.options import CompileOptions, check_choice
+from dcpc.errors import DcpcError, PlanError, check_choice
+from dcpc.plan.options import CompileOptions
 
 FALLBACKS = ("inductor", "eager", "error")
 
@@ -43,7 +43,7 @@ def backend(
     """
     given = dict(options or {})
     fallback, buckets = given.pop("fallback", "inductor"), given.pop("buckets", None)
-    check_choice("torch.compile(backend='dcpc'): got fallback", fallback, FALLBACKS)
+    check_choice("torch.compile(backend='dcpc'): got fallback=", fallback, FALLBACKS)
     known = {*CompileOptions.__dataclass_fields__} - {
         *("group", "sp", "parameters", "pipeline", "batch_norm"),
     }

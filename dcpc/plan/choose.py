@@ -57,7 +57,7 @@ def choose(
         closest = least_needed(rows)
         over = closest.needed_bytes - memory_bytes
         widest = max(row.sp for row in rows)
-        wider = f"run on more than {world} ranks" if widest == world else "allow a larger sp"
+        wider = f"run on more ranks than {world}" if widest == world else "allow a larger sp"
         raise PlanError(
             f"bucket {bucket} needs {_size(closest.needed_bytes)} on a rank at sp={closest.sp}, "
             f"micro-batch {closest.micro_batch}, recompute {recompute_text(closest)}; "

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dcpc.errors import TraceError
+from dcpc.errors import TraceError, defined_at, meant
 
 Loss = Callable[..., Any]
 
@@ -65,7 +65,7 @@ def returned(model: nn.Module, inputs: Mapping[str, Any], loss: Loss | None = No
     outputs = model(**_taken(model.forward, inputs))
     made = loss(outputs, **_taken(_called(loss), inputs, given=1))
     if not isinstance(made, AllOutputs):
-        find_loss(made, f"loss={_name(loss)}")
+        find_loss(made, f"loss={_name(loss)}{defined_at(_called(loss))}")
     return made
 
 
@@ -124,6 +124,34 @@ def check_names(model: nn.Module, names: Collection[str], loss: Loss | None) -> 
             f"loss={_name(loss)} takes; expected each input to be taken by one of them; correct "
             "the name, or take the input out of the buckets"
         )
+
+
+def mismatch(model: nn.Module, names: Collection[str], loss: Loss | None) -> str:
+    """Returns how the inputs and forward's arguments differ, and what to do; "": they do not.
+
+    Args:
+        model: user's module.
+        names: names of the buckets' inputs.
+        loss: function as in `returned`.
+    """
+    takes = {p.name: p for p in _parameters(model.forward) or []}
+    various = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [n for n, p in takes.items() if p.default is p.empty and p.kind not in various]
+    lacking = [n for n in needed if n not in names]
+    taken = _taken(model.forward, dict.fromkeys(names))
+    left = [n for n in names if n not in taken] if own_loss(loss) is None else []
+    if not lacking and not left:
+        return ""
+    advice = f"add {', '.join(lacking)} to the buckets' inputs, or give it a default"
+    got = [f"no {', '.join(lacking)}"] * bool(lacking)
+    if left:
+        got = [f"{', '.join(left)}, which it does not take", *got]
+        other = "take it out, or give what a loss takes to loss=fn, with fn(outputs, labels)"
+        advice = meant(left[0], [n for n in takes if n not in names], other)
+    return (
+        f"{type(model).__name__}.forward{defined_at(model.forward)}: got inputs of the buckets: "
+        f"{', and '.join(got)}; expected its arguments ({', '.join(takes)}); {advice}"
+    )
 
 
 def by_position(model: nn.Module, names: Collection[str]) -> list[str]:
@@ -200,16 +228,17 @@ class AllOutputs(tuple[Tensor, ...]):
     __slots__ = ()
 
 
-def find_outputs(output: Any) -> tuple[Tensor, ...]:
+def find_outputs(output: Any, who: str = "the model's forward") -> tuple[Tensor, ...]:
     """Returns the tensors that a compiled model computes: the loss alone, or all outputs.
 
     Args:
         output: `AllOutputs`, or any output in which `find_loss` finds a loss.
+        who: name of the function that returned it, for the error's text.
 
     Raises:
         TraceError: the output holds no loss.
     """
-    return tuple(output) if isinstance(output, AllOutputs) else (find_loss(output),)
+    return tuple(output) if isinstance(output, AllOutputs) else (find_loss(output, who),)
 
 
 def one_number(outputs: Sequence[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dcpc
-from dcpc.errors import DispatchError, TraceError
+from dcpc.errors import DispatchError, PlanError
 from models.gpt import GPT, GPTConfig
 from tests.cases.exactness import SPLITTING
 from tests.cases.launch import run_prepared
@@ -112,7 +112,7 @@ def test_autocast_around_compile_and_around_the_call():
         plain(**x)
     with torch.autocast("cpu", enabled=False):
         assert error(run(plain, x), reference(model, x, None)) < 1e-5
-    with pytest.raises(TraceError, match=r"got autocast=torch\.float64; expected one of torch\.bf"):
+    with pytest.raises(PlanError, match=r"got autocast=torch\.float64; expected one of torch\.bf"):
         dcpc.compile(model, BUCKETS, autocast=torch.float64)
 
 

@@ -13,26 +13,14 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from dcpc.codegen.variant.boxed import Boxed, boxed_python
-from dcpc.errors import CodegenError
+from dcpc.errors import check_choice
 
 BACKENDS = ("eager", "inductor")
 
 
-def check_backend(backend: str) -> None:
-    """Refuses an unknown backend.
-
-    Raises:
-        CodegenError: the name is not in `BACKENDS`.
-    """
-    if backend not in BACKENDS:
-        raise CodegenError(
-            f"got backend={backend!r}; expected one of {', '.join(BACKENDS)}; choose one"
-        )
-
-
 def decompositions(backend: str) -> Mapping[Any, Any]:
     """Returns op -> decomposition for a backend; empty for eager, which runs ATen's ops."""
-    check_backend(backend)
+    check_choice("got backend=", backend, BACKENDS)
     if backend == "eager":
         return {}
     from dcpc.codegen.variant import inductor

@@ -13,11 +13,12 @@ from rich import box
 from rich.table import Table
 
 from dcpc.buckets import Buckets
+from dcpc.codegen import BACKENDS
 from dcpc.commands.calibrate.calibrate import calibrate
 from dcpc.commands.shared.factories import check_writable, load_example, load_loss, load_model
 from dcpc.commands.shared.options import Autocast, Backend, BucketFile, Factory, LossName, offered
-from dcpc.errors import PlanError
-from dcpc.plan.options import autocast_of, check_choice
+from dcpc.errors import PlanError, check_choice
+from dcpc.plan.options import autocast_of
 from dcpc.plan.progress import during
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.local_ranks import run_ranks
@@ -166,8 +167,11 @@ def _device(request: CalibrationRequest) -> torch.device:
 
 def _check(request: CalibrationRequest) -> None:
     """Refuses wrong options before any rank starts."""
-    check_choice("calibrate: got --device", request.device, ("auto", "cpu", "cuda"))
+    check_choice("calibrate: got --device ", request.device, ("auto", "cpu", "cuda"))
     autocast_of(request.autocast)
     if request.device == "cuda" and not torch.cuda.is_available():
         raise PlanError("calibrate: got --device cuda; expected a GPU that torch sees; use cpu")
+    check_choice("got --backend ", request.backend, BACKENDS)
     Buckets.from_yaml(request.file)
+    load_loss(request.loss)
+    load_example(request.example)

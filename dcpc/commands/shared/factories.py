@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import os
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dcpc.errors import PlanError
+from dcpc.errors import PlanError, meant
 from dcpc.trace.loss import Loss, check_loss, check_names, returned
 
 
@@ -97,9 +96,8 @@ def load_function(text: str, option: str = "model", made: str = "the model") -> 
         ) from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
-        near = difflib.get_close_matches(attribute, _callables(module), n=3)
         got = "nothing of this name" if factory is None else f"a {type(factory).__name__}"
-        hint = f"did you mean {' or '.join(near)}?" if near else "correct the name, or add it"
+        hint = meant(attribute, _callables(module), "correct the name, or add it")
         raise PlanError(
             f"{option} {text}: got {got} in {name}; expected a callable that returns {made}; {hint}"
         )

@@ -70,8 +70,8 @@ def read_lengths(file: Path) -> Lengths:
         lens = given.astype(np.int64)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise PlanError(
-            f"{file}: got {type(error).__name__}: {error}; expected a JSON file "
-            '{"lens": [tokens, ...]}; correct it'
+            f"{file}: got {getattr(error, 'strerror', None) or f'{type(error).__name__}: {error}'}"
+            '; expected a JSON file {"lens": [tokens, ...]}; correct it'
         ) from error
     if lens.ndim != 1 or not len(lens) or lens.min() < 1:
         raise PlanError(

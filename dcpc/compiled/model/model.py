@@ -14,7 +14,7 @@ from dcpc.compiled.model.insight import ModelInsight
 from dcpc.compiled.model.running import ModelExecution
 from dcpc.compiled.model.saving import ModelSaving
 from dcpc.compiled.model.steps import ModelRuns
-from dcpc.errors import CheckpointError, DispatchError
+from dcpc.errors import CheckpointError, DispatchError, bare
 from dcpc.plan.planning import Planned
 from dcpc.verify import Verifier
 
@@ -76,6 +76,7 @@ class CompiledModel(nn.Module):
         """Returns it, to be closed at the end of the block."""
         return self
 
+    @bare
     def forward(self, *args: Tensor, outputs: bool | str | Tensor = False, **inputs: Tensor) -> Any:
         """Returns the model's loss, computed by the variant of these inputs' shape.
 

@@ -17,8 +17,8 @@ from dcpc.compiled.model.core import ModelCore
 from dcpc.compiled.model.running import ModelExecution
 from dcpc.compiled.outputs.gradients import refusing_gradients
 from dcpc.compiled.outputs.wanted import WithOutputs, output_kind
-from dcpc.errors import DataError, DcpcError, DispatchError, checking_call, explaining
-from dcpc.runtime.data.arguments import check_choice, check_step
+from dcpc.errors import DataError, DcpcError, DispatchError, check_choice, checking_call, explaining
+from dcpc.runtime.data.arguments import check_step
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.planner.speeds import speeds_line
@@ -269,7 +269,7 @@ def _refused(step: Step, clip: float | None, nonfinite: str, outputs: object) ->
         check_step(step)
         if clip is not None:
             check_norm(clip)
-        check_choice("nonfinite", nonfinite, ("raise", "skip"))
+        check_choice("got nonfinite=", nonfinite, ("raise", "skip"), DataError)
         output_kind("train_step", outputs)
     except DcpcError as error:
         return error

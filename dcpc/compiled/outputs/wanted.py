@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import SymFloat, SymInt, Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dcpc.codegen.lower.output_pieces import OutputPiece
-from dcpc.errors import DispatchError, TraceError
+from dcpc.errors import DispatchError, TraceError, check_choice
 from dcpc.trace.loss import AllOutputs, Loss, find_loss, returned, returns_statistics
 
 # What a leaf of the outputs is: what is the same in each call, a tensor, the loss itself, a number.
@@ -34,12 +33,8 @@ def output_kind(who: str, outputs: object) -> str:
     """
     if outputs is None or isinstance(outputs, bool):
         return GATHERED if outputs else ""
-    if isinstance(outputs, str) and outputs in KINDS:
-        return outputs
-    raise DispatchError(
-        f"{who}: got outputs={reprlib.repr(outputs)}; expected 'gathered' (or True), 'sharded' or "
-        "False; choose one"
-    )
+    check_choice(f"{who}: got outputs=", outputs, (*KINDS, True, False), DispatchError)
+    return str(outputs)
 
 
 class WithOutputs:

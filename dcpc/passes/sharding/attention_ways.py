@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from dcpc.errors import PlanError
+from dcpc.errors import check_choice
 from dcpc.ir import NodePlacement, Program, TensorInfo, tensor_operands
 from dcpc.passes.sharding.rule_types import is_usable
 from dcpc.passes.sharding.sharding import Alternative, Sharding
@@ -49,19 +49,6 @@ def attentions(program: Program) -> list[fx.Node]:
     return [node for node in program.gm.graph.nodes if node.target is op]
 
 
-def check_lowering(lowering: str) -> None:
-    """Refuses an unknown way to split attention.
-
-    Raises:
-        PlanError: the name is neither "auto" nor in `LOWERINGS`.
-    """
-    if lowering != "auto" and lowering not in LOWERINGS:
-        raise PlanError(
-            f"got attention={lowering!r}; expected 'auto' or one of {', '.join(LOWERINGS)}; "
-            "choose one"
-        )
-
-
 def restricted(program: Program, sharding: Sharding, lowering: str) -> Sharding:
     """Returns the alternatives restricted to one lowering of attention, where that is possible.
 
@@ -75,7 +62,7 @@ def restricted(program: Program, sharding: Sharding, lowering: str) -> Sharding:
     Raises:
         PlanError: the lowering is unknown.
     """
-    check_lowering(lowering)
+    check_choice("got attention=", lowering, ("auto", *LOWERINGS))
     if lowering == "auto":
         return sharding
     alternatives = dict(sharding.alternatives)

@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from torch import fx
 
-from dcpc.errors import RuleError, checking_call
+from dcpc.errors import RuleError, check_choice, checking_call
 from dcpc.ir import TensorInfo, call_of, tensor_operands
 from dcpc.ops.own_functions import is_function
 from dcpc.ops.tiled import tiling_of
@@ -98,11 +98,8 @@ def _line(op: str, fields: Mapping[str, Any]) -> Rule:
             f"sharding rule of {op}: got {line.model_dump(exclude_unset=True)}; expected one of "
             "rule:, kind: and reason:; give one of them"
         )
-    if line.kind is not None and line.kind not in KINDS:
-        raise RuleError(
-            f"sharding rule of {op}: got kind '{line.kind}'; expected one of {', '.join(KINDS)}; "
-            "correct the kind"
-        )
+    if line.kind is not None:
+        check_choice(f"sharding rule of {op}: got kind=", line.kind, KINDS, RuleError)
     if line.rule is not None:
         pattern = Pattern.parse(line.rule)
         unknown = ({*line.whole, *line.sum}) - pattern.names()

@@ -7,7 +7,6 @@ from dcpc.plan.options.values import (
     MOST_COMMUNICATORS,
     autocast_of,
     block_of,
-    check_choice,
     degrees,
     few_degrees,
     fitting_degrees,

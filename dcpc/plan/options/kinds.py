@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dcpc.codegen import BACKENDS, check_backend
+from dcpc.codegen import BACKENDS
 from dcpc.errors import PlanError
-from dcpc.passes.sharding.attention_ways import LOWERINGS, check_lowering
+from dcpc.passes.sharding.attention_ways import LOWERINGS
 from dcpc.plan.options.declared import CommandOption, declare, facts, quoted
 from dcpc.plan.options.values import (
     AUTOCAST,
@@ -25,7 +25,6 @@ from dcpc.plan.options.values import (
     autocast_of,
     check_block,
     check_count,
-    check_derive,
     check_device,
     check_group,
     check_optimizer_bytes,
@@ -33,7 +32,6 @@ from dcpc.plan.options.values import (
     check_speeds,
     check_tile,
     check_timeout,
-    check_unpad,
     memory_of,
     one_of,
     optimizer_bytes_of,
@@ -95,7 +93,7 @@ class ModelOptions:
     backend: str = declare(
         "inductor",
         f"what runs the graphs: {quoted(BACKENDS)}",
-        check=check_backend,
+        check=one_of("backend", BACKENDS),
         command=CommandOption(str, choices=BACKENDS),
     )
     optimizer: OptimizerLike | None = declare(
@@ -134,7 +132,7 @@ class ModelOptions:
         f'how attention is split: `"auto"`, or {quoted(LOWERINGS)} wherever an attention can '
         "have it",
         default='`"auto"`: as costs least',
-        check=check_lowering,
+        check=one_of("attention", ("auto", *LOWERINGS)),
         command=CommandOption(str, choices=("auto", *LOWERINGS)),
     )
     autocast: torch.dtype | str | None = declare(
@@ -157,7 +155,7 @@ class ModelOptions:
         True,
         "find a rule for an op without a sharding rule by runs on small random pieces, and warn "
         "of it; else each rank does all of the op",
-        check=check_derive,
+        check=one_of("derive_rules", (True, False)),
         command=CommandOption(bool),
     )
     loss: Loss | None = declare(
@@ -248,7 +246,7 @@ class CompileOptions(ModelOptions):
         "run calls for the rows alone that an attention mask says are valid: "
         '`"auto"` (where that pays, and all that is returned is as it was), `True` (wherever the '
         "loss and every gradient are as they were; other outputs are 0 at padded rows) or `False`",
-        check=check_unpad,
+        check=one_of("unpad", ("auto", True, False)),
     )
 
     pipeline: int | str | None = declare(

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from torch import nn
 
 from dcpc.buckets import Buckets
-from dcpc.errors import DcpcError, PlanError, check_call
+from dcpc.errors import DcpcError, PlanError, bare, check_call
 from dcpc.plan.options.declared import CommandOption, OptionFacts, facts
 from dcpc.plan.options.kinds import ModelOptions, PlanOptions
 from dcpc.plan.options.values import check_given
@@ -31,7 +31,9 @@ class Taking(Protocol[P, Result_co]):
 
 
 def taking(
-    kind: Callable[P, T], refused: Callable[[DcpcError, Mapping[str, Any]], None] | None = None
+    kind: Callable[P, T],
+    refused: Callable[[DcpcError, Mapping[str, Any]], None] | None = None,
+    within: str = "dcpc.api",
 ) -> Callable[[Callable[[nn.Module, Buckets, T], Result_co]], Taking[P, Result_co]]:
     """Lets callers of a function give the fields of its options by name.
 
@@ -40,6 +42,7 @@ def taking(
     Args:
         kind: a type of options, the function's last argument.
         refused: is told of an error in them, and of all arguments, before it is raised.
+        within: module of the function, as users name it.
     """
     make: Callable[..., T] = kind
     options = fields(kind)  # type: ignore[arg-type]
@@ -56,8 +59,9 @@ def taking(
         signature = told.replace(parameters=[*own, *keywords])
 
         @functools.wraps(function)
+        @bare
         def run(*args: Any, **given: Any) -> Result_co:
-            check_call(f"dcpc.{function.__name__}", signature, args, given, PlanError)
+            check_call(f"{within}.{function.__name__}", signature, args, given, PlanError)
             bound = signature.bind(*args, **given)
             model, buckets = bound.args
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,14 @@ from sympy import divisors
 from torch import nn
 
 from dcpc.buckets import Buckets
-from dcpc.errors import BucketError, GroupError, PlanError, ProfileError, TraceError
+from dcpc.errors import (
+    BucketError,
+    GroupError,
+    PlanError,
+    ProfileError,
+    TraceError,
+    check_choice,
+)
 from dcpc.symbolic_profile import DEVICES, Device, bytes_of, find
 from dcpc.trace.wrappers import refuse_wrapped
 
@@ -24,16 +31,6 @@ PARAMETERS = ("whole", "step", "pull", "rounds", "auto")
 MOST_COMMUNICATORS = 8
 LARGEST = (1 << 63) - 1  # integers from here on fit in no tensor
 AUTOCAST = {"none": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def check_choice(what: str, got: str, known: Iterable[str]) -> None:
-    """Refuses a value that an option does not have.
-
-    Raises:
-        PlanError: the value is not allowed.
-    """
-    if got not in known:
-        raise PlanError(f"{what} {got}; expected one of {', '.join(known)}; choose one")
 
 
 def memory_of(memory: int | float | str | None) -> int | float | None:
@@ -119,22 +116,9 @@ def check_timeout(timeout: object) -> None:
         )
 
 
-def one_of(name: str, known: Sequence[str]) -> Callable[[object], None]:
+def one_of(name: str, known: Sequence[object]) -> Callable[[object], None]:
     """Returns a check that refuses all values of an option but some."""
-
-    def check(given: object) -> None:
-        if given not in known:
-            raise PlanError(f"got {name}={given!r}; expected one of {', '.join(known)}; choose one")
-
-    return check
-
-
-def check_unpad(given: object) -> None:
-    """Refuses a value that is neither a bool nor "auto"."""
-    if not isinstance(given, bool) and given != "auto":
-        raise PlanError(
-            f"got unpad={reprlib.repr(given)}; expected 'auto', True or False; pass one"
-        )
+    return lambda given: check_choice(f"got {name}=", given, known)
 
 
 def check_tile(tile: object) -> None:
@@ -288,12 +272,6 @@ def check_optimizer_bytes(given: int | None) -> None:
         check_count("optimizer_bytes", 0)(given)
 
 
-def check_derive(given: object) -> None:
-    """Refuses a value that is no bool."""
-    if not isinstance(given, bool):
-        raise PlanError(f"got derive_rules={reprlib.repr(given)}; expected True or False; pass one")
-
-
 def check_group(group: object) -> None:
     """Refuses a value that is no process group."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -317,5 +295,5 @@ def autocast_of(name: str) -> torch.dtype | None:
     Raises:
         PlanError: there is no such name.
     """
-    check_choice("got --autocast", name, AUTOCAST)
+    check_choice("got --autocast ", name, AUTOCAST)
     return AUTOCAST[name]

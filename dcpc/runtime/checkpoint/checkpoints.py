@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dcpc.errors import CheckpointError, DcpcError
+from dcpc.errors import CheckpointError, DcpcError, check_choice
 from dcpc.runtime.checkpoint.fitting import fitting, nested
 from dcpc.runtime.checkpoint.folders import (
     FORMAT,
@@ -175,7 +175,7 @@ class Checkpoints:
         listed: list[Path] = []
         try:
             self.wait()
-            _check_missing(missing)
+            check_choice("load: got missing=", missing, MISSING, CheckpointError)
             parts.parameters()  # those of the meta device are refused
             listed = found_in(directory)
         except DcpcError as e:
@@ -324,14 +324,6 @@ def _unreadable(folder: Path, e: Exception) -> CheckpointError:
     )
     problem.__cause__ = e
     return problem
-
-
-def _check_missing(missing: str) -> None:
-    if missing not in MISSING:
-        raise CheckpointError(
-            f"load: missing: got {missing!r}; expected one of {', '.join(map(repr, MISSING))}; "
-            "pass one"
-        )
 
 
 def _check_count(name: str, value: Any, least: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from dcpc.errors import DataError
+from dcpc.errors import DataError, check_choice
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.planner.plans import Mode
 from dcpc.runtime.planner.step_planner import Allowed
@@ -77,18 +77,11 @@ def check_pad(pad: object) -> None:
         )
 
 
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Refuses a value that is none of some."""
-    if value not in choices:
-        named = " or ".join(map(repr, choices))
-        raise DataError(f"{name}=: got {value!r}; expected {named}; choose one")
-
-
 def check_choices(name: str, value: object, choices: Sequence[str]) -> tuple[str, ...]:
     """Returns some of a few names, of which one may be given alone."""
     given = (value,) if isinstance(value, str) or not isinstance(value, Collection) else [*value]
     for each in given:
-        check_choice(name, each, choices)
+        check_choice(f"got {name}=", each, choices, DataError)
     return tuple(map(str, given))
 
 

@@ -19,11 +19,19 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
 from dcpc.buckets import path_of
-from dcpc.errors import DataError, DcpcError, NoLengthError, PlanError, checking_call, explaining
+from dcpc.errors import (
+    DataError,
+    DcpcError,
+    NoLengthError,
+    PlanError,
+    bare,
+    check_choice,
+    checking_call,
+    explaining,
+)
 from dcpc.ir.thresholds import PACKING_GAIN
 from dcpc.runtime.data.arguments import (
     allowed_steps,
-    check_choice,
     check_compiled,
     check_count,
     check_flags,
@@ -175,9 +183,9 @@ class DataLoader:
         check_count("lookahead", lookahead, 0)
         check_count("window", window, 0)
         check_count("seed", seed, 0)
-        check_choice("on_too_long", on_too_long, ("error", "skip"))
-        check_choice("mode", mode, MODES)
-        check_choice("pad_to", pad_to, ("bucket", "longest"))
+        check_choice("got on_too_long=", on_too_long, ("error", "skip"), DataError)
+        check_choice("got mode=", mode, MODES, DataError)
+        check_choice("got pad_to=", pad_to, ("bucket", "longest"), DataError)
         if pad_to_multiple_of is not None:
             check_count("pad_to_multiple_of", pad_to_multiple_of, 1)
         streams = is_stream(dataset)
@@ -340,7 +348,7 @@ class DataLoader:
             DataError: a sample contradicts the specs or is longer than every bucket.
             PlanError: rank 0 sent no plan in time, or one of another plan table.
         """
-        with explaining("dcpc.DataLoader"):
+        with bare, explaining("dcpc.DataLoader"):
             yield from self._epoch()
 
     def _epoch(self) -> Iterator[Step]:

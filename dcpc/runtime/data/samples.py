@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from dcpc.buckets import BATCH, Bucket, Buckets, DimExpr, InputSpec
-from dcpc.errors import DataError, DcpcError
+from dcpc.errors import DataError, DcpcError, meant
 from dcpc.runtime.data.arguments import check_dataset
 from dcpc.runtime.planner.own_lengths import Dims
 
@@ -97,7 +97,7 @@ class Samples:
         if unknown:
             raise DataError(
                 f"pad=: got {', '.join(unknown)}; expected names of inputs: "
-                f"{', '.join(self.inputs)}; correct the name"
+                f"{', '.join(self.inputs)}; {meant(unknown[0], self.inputs, 'correct the name')}"
             )
         check_fills(self.inputs, self.pad)
         for name, spec in self.inputs.items():
@@ -295,7 +295,8 @@ class Samples:
             raise
         except Exception as error:
             n = len(self.dataset)
-            short = isinstance(error, IndexError | KeyError)
+            number = isinstance(next(iter(error.args), None), int)
+            short = isinstance(error, IndexError) or (isinstance(error, KeyError) and number)
             advice = (
                 f"have len() say how many there are: it says {n}"
                 if short

@@ -17,7 +17,6 @@ Source of the keys: VideoSys' configuration of Data-Centric Parallel.
 
 from __future__ import annotations
 
-import difflib
 import reprlib
 import warnings
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError
 
 from dcpc.buckets.yaml_lines import read_yaml
-from dcpc.errors import DataError
+from dcpc.errors import DataError, meant
 from dcpc.runtime.planner.plans import Mode
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
@@ -143,8 +142,7 @@ class Settings(_SettingsFields):
 def _problem(error: Any, names: tuple[str, ...]) -> str:
     name = str(error["loc"][0])
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]}?" if near else "remove it"
+        hint = meant(name, names, "remove it")
         return f"got the key {name!r}; expected one of {', '.join(names)}; {hint}"
     got = reprlib.repr(error["input"])
     return f"{name}: got {got}; expected: {error['msg'].lower()}; correct this value"

@@ -11,7 +11,7 @@ from math import isfinite
 
 import torch
 
-from dcpc.errors import DataError
+from dcpc.errors import DataError, meant
 
 Inputs = Mapping[str, torch.Tensor]
 Weight = str | Callable[[Inputs], float]
@@ -74,7 +74,7 @@ def weight_function(
     if isinstance(weight, str | CountLabels) and name not in names:
         raise DataError(
             f"weight=: got '{name}'; expected '{SAMPLES}', an input ({', '.join(names)}) or a "
-            "function; correct the name"
+            f"function; {meant(name, (SAMPLES, *names), 'correct the name')}"
         )
     if not isinstance(weight, str) and not callable(weight):
         raise DataError(

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dcpc.errors import GroupError
+from dcpc.errors import GroupError, bare
 from dcpc.runtime.groups.watch import uncaught
 
 # Modules that the server imports before it forks the first rank. A program whose ranks need others
@@ -102,9 +102,14 @@ def run_ranks(
             if child.process.is_alive():
                 child.process.kill()
                 child.process.join()
-    problems = [f"rank {r}: {c.problem}" for r, c in enumerate(children) if c.problem]
-    if problems:
-        raise RanksError(f"{len(problems)} of {world} ranks failed\n" + "\n".join(problems))
+    failed: dict[str, list[str]] = {}  # most often all of them alike
+    for rank, child in enumerate(children):
+        if child.problem:
+            failed.setdefault(child.problem, []).append(str(rank))
+    if failed:
+        texts = [f"rank {', '.join(ranks)}: {problem}" for problem, ranks in failed.items()]
+        count = sum(map(len, failed.values()))
+        raise RanksError(f"{count} of {world} ranks failed\n" + "\n".join(texts))
     return [child.result for child in children]
 
 
@@ -193,7 +198,8 @@ def _main(
     try:
         if init:
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
-        message = pickle.dumps((fn(int(environment["RANK"]), *args), None))
+        with bare:
+            message = pickle.dumps((fn(int(environment["RANK"]), *args), None))
     except BaseException as e:
         uncaught(e)
         message = pickle.dumps((None, traceback.format_exc()))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dcpc.errors import ProfileError
+from dcpc.errors import ProfileError, check_choice
 from dcpc.ops.attention import Capability
 from dcpc.symbolic_profile.memory.allocator import BLOCK_BYTES
 from dcpc.symbolic_profile.seconds.fits import Fits
@@ -209,11 +209,9 @@ def find(name: str) -> Device:
     Raises:
         ProfileError: the table has no such device.
     """
-    for device in DEVICES:
-        if device.name == name.lower():
-            return device
-    known = ", ".join(d.name for d in DEVICES)
-    raise ProfileError(f"device: got {name!r}; expected one of {known}; pass one, or a Device")
+    known = {device.name: device for device in DEVICES}
+    check_choice("device: got ", name.lower(), known, ProfileError, " or a Device")
+    return known[name.lower()]
 
 
 def detect() -> Device:

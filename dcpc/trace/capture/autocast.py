@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import fx
 
-from dcpc.errors import TraceError
+from dcpc.errors import check_choice
 
 aten = torch.ops.aten
 
@@ -31,15 +31,13 @@ def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Returns the dtype, which may be a name, if autocast can compute in it; None for None.
 
     Raises:
-        TraceError: autocast cannot compute in this dtype.
+        PlanError: autocast cannot compute in this dtype.
     """
     if isinstance(dtype, str):
         dtype = getattr(torch, SHORT.get(dtype, dtype), dtype)
-    if dtype is None or dtype in DTYPES:
-        return dtype
-    raise TraceError(
-        f"got autocast={dtype!r}; expected one of {', '.join(map(str, DTYPES))} or None; choose one"
-    )
+    if dtype is not None:
+        check_choice("got autocast=", dtype, (*DTYPES, *SHORT), also=" or None")
+    return dtype
 
 
 def casting(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[object]:

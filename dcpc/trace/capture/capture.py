@@ -27,9 +27,11 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dcpc.buckets import Buckets
-from dcpc.errors import TraceError, users_line
+from dcpc.buckets.specs import InputSpec
+from dcpc.errors import TraceError, defined_at, users_line
 from dcpc.fx.fakes import telling
 from dcpc.fx.garbage import without_collection
+from dcpc.fx.graphs import source_line
 from dcpc.fx.torch_api.tracing import PRINT, QUOTIENTS, SUGGESTIONS, try_names
 from dcpc.ir import Program, TensorInfo
 from dcpc.trace.canonical.canonical import canonicalise
@@ -48,6 +50,7 @@ from dcpc.trace.capture.explain import (
     specialised,
     suggested_least,
     taken_for_numbers,
+    with_dims,
 )
 from dcpc.trace.capture.functional import functional
 from dcpc.trace.capture.gradients import (
@@ -70,6 +73,7 @@ from dcpc.trace.loss import (
     check_names,
     find_outputs,
     loss_choice,
+    mismatch,
     returned,
     returns_statistics,
 )
@@ -89,8 +93,9 @@ class _Noted:
     """Facts that one run of forward reveals: changed attributes, choice of the loss, effects.
 
     `effects` is true if the caller may look for writes to the inputs, `numbers` are the lines that
-    read a Python number from a tensor, `checks` those that raise for some values. Changes of
-    tensors are not here, and torch.export restores lists.
+    read a Python number from a tensor, `checks` those that raise for some values, `dims` the dims
+    that torch's symbols stand for. Changes of tensors are not here, and torch.export restores
+    lists.
     """
 
     changes: Sequence[str] = ()
@@ -98,18 +103,22 @@ class _Noted:
     effects: bool = False
     numbers: Sequence[str] = ()
     checks: Sequence[str] = ()
+    dims: Mapping[str, str] = {}
 
 
 class _WantedOf(nn.Module):
     """Maps positional arguments to the scalar loss in the user's output, or to all its tensors."""
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...], loss: Loss | None) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: Mapping[str, InputSpec], loss: Loss | None
+    ) -> None:
         super().__init__()
         self.model = model
-        self.names = names
+        self.inputs = inputs
         # Not as an attribute: a loss that is a module would become a submodule.
         self.returned: Callable[[Mapping[str, Tensor]], Any]
         self.returned = lambda inputs: returned(model, inputs, loss)
+        self.mismatch = lambda: mismatch(model, inputs, loss)
         asked = returns_statistics(loss)
         self.statistics = running_names(model, training=True) if asked else ()
         self.noted = _Noted()
@@ -117,9 +126,12 @@ class _WantedOf(nn.Module):
 
     def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
         before = ModuleState(self.model)
+        declared = zip(args, self.inputs.values(), strict=True)
+        sizes = (pair for x, spec in declared for pair in zip(x.shape, spec.dims, strict=True))
+        self.noted.dims = {str(n): str(d) for n, d in sizes if isinstance(n, torch.SymInt)}
         with with_cumulative(self.model):
-            output = self.returned(dict(zip(self.names, args, strict=True)))
-        wanted = find_outputs(output)
+            output = self.returned(dict(zip(self.inputs, args, strict=True)))
+        wanted = find_outputs(output, f"the model's forward{defined_at(self.model.forward)}")
         refuse_strangers(wanted)
         self.refuse_functions(wanted)
         after = ModuleState(self.model)
@@ -172,7 +184,7 @@ def _traced(
     for hints in named.example_sizes(buckets, named.named_dims(buckets)):
         at = " ".join(f"{n} {size}" for n, size in hints.items())
         while at not in refused:
-            wrapped = _WantedOf(model, tuple(buckets.inputs), loss)
+            wrapped = _WantedOf(model, buckets.inputs, loss)
             wrapped.training = model.training
             try:
                 return _traced_at(hints, wrapped, buckets, autocast, least)
@@ -181,9 +193,8 @@ def _traced(
                     least = named.longer_sizes(least, error)
                 else:
                     refused[at] = error
-    first, *others = refused.values()
-    also = f"; traces at {' and at '.join([*refused][1:])} are refused, too" if others else ""
-    raise named.SizeError(f"{first}{also}", first.dims, where=first.where) from first
+    first = next(iter(refused.values()))
+    raise named.SizeError(f"{first}", first.dims, where=first.where) from first
 
 
 def _traced_at(
@@ -332,10 +343,14 @@ def _export(
             else:
                 made = exported.run_decompositions({})
                 share_casts(made.graph, _cached_by_autocast(made))
-    except TraceError:
+    except TraceError as error:
+        error.args = (with_dims(str(error), wrapped.noted.dims),)
         raise
     except Exception as error:
-        text = explained(error, model, buckets, hints)
+        wrong = isinstance(error, TypeError) and "argument" in str(error) and wrapped.mismatch()
+        if wrong:
+            raise TraceError(wrong) from error
+        text = with_dims(explained(error, model, buckets, hints), wrapped.noted.dims)
         if not of_values(error):
             again = named.ExampleError if of_sizes(error, buckets, hints) else named.SizeError
             found = taken_for_numbers(error, {n: hints[n] for n in dims}, lines)
@@ -415,18 +430,21 @@ def _suggestions() -> Iterator[None]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Keeps torch.export from printing the whole graph when it fails, within its block."""
+    """Keeps torch from printing the whole graph, and tracebacks of what fails, in its block."""
+    fakes = logging.getLogger("torch._subclasses.fake_tensor")
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
 
     def told(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("Unable to find user code")
 
     logger.addFilter(told)
+    was, fakes.disabled = fakes.disabled, True
     try:
         with PRINT.put(lambda *_, **__: None):
             yield
     finally:
         logger.removeFilter(told)
+        fakes.disabled = was
 
 
 def _cached_by_autocast(exported: ExportedProgram) -> set[str]:
@@ -508,7 +526,7 @@ def _program(
         if isinstance(value, Tensor):
             shape = tuple(_size(size, env, mapping, cache) for size in value.shape)
             info[node.name] = TensorInfo(shape, value.dtype, node in flows)
-    _assert_all_named(info, symbols)
+    _assert_all_named(info, symbols, gm.graph)
     refuse_numbers(gm.graph, numbers)
     refuse_labels(gm.graph)
     scalars = {
@@ -557,15 +575,18 @@ def _size(
     return cache[expr]
 
 
-def _assert_all_named(info: Mapping[str, TensorInfo], symbols: Mapping[str, sympy.Symbol]) -> None:
+def _assert_all_named(
+    info: Mapping[str, TensorInfo], symbols: Mapping[str, sympy.Symbol], graph: fx.Graph
+) -> None:
     ours = set(symbols.values())
     for name, tensor in info.items():
         for size in tensor.shape:
             extra = size.free_symbols - ours
             if extra:
+                line = next(source_line(n) for n in graph.nodes if n.name == name)
                 raise TraceError(
-                    f"node '{name}' has a size {size} that depends on the values in a tensor "
-                    f"({', '.join(map(str, extra))}); expected sizes made of the named dims; "
-                    "replace the data-dependent op (nonzero, masked_select, unique, boolean "
-                    "indexing) by one with a fixed size, such as torch.where"
+                    f"node '{name}'{f' ({line})' if line else ''} has a size that depends on the "
+                    f"values in a tensor ({', '.join(map(str, extra))}); expected sizes made of "
+                    "the named dims; replace the data-dependent op (nonzero, masked_select, "
+                    "unique, boolean indexing) by one with a fixed size, such as torch.where"
                 )

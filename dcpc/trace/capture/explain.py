@@ -38,7 +38,7 @@ def explained(
         (line.strip() for line in text.splitlines() if line.strip()), type(error).__name__
     )
     where = users_line(error)
-    kind = type(error).__name__
+    kind, begins = type(error).__name__, "the model cannot be captured: got"
     if "Constraints violated" in text or "ConstraintViolation" in kind:
         fixes = [line.strip() for line in text.splitlines() if " = Dim(" in line or " = " in line]
         reason += "; torch suggests " + "; ".join(fixes[:4]) if fixes else ""
@@ -63,14 +63,11 @@ def explained(
         )
     elif "ufunc" in text:
         hint = "numpy cannot compute with a length: take math, as in math.sqrt(n)"
-    elif isinstance(error, TypeError) and "argument" in text:
-        hint = _passed_on(text, model, buckets) or (
-            "make the buckets' inputs match forward's keyword arguments; what a loss outside of "
-            "forward takes, such as labels, is passed to it: loss=fn, with fn(outputs, labels)"
-        )
-    else:
+    elif not (hint := _passed_on(text, model, buckets)):
+        begins = "the model's forward: got" if where else begins
         hint = (
-            "make forward exportable: `torch.export.export(model, ..., strict=False)` must succeed"
+            "see whether the plain model runs with inputs of these specs; if so, "
+            "`torch.export.export(model, ..., strict=False)` has to take it, too"
         )
     if _of_shapes(error):
         hint = _multiples(buckets, hints) + hint
@@ -80,17 +77,19 @@ def explained(
             f"math.floor(n / 3) for int(n / 3): torch fixes the length there; {hint}"
         )
     return (
-        f"the model cannot be captured: got {kind}: {reason}{where}; expected a forward that is "
-        f"one graph at all sizes; {hint}"
+        f"{begins} {kind}: {reason}{where}; expected a forward that is one graph at all sizes; "
+        f"{hint}"
     )
 
 
 def _passed_on(text: str, model: nn.Module, buckets: Buckets) -> str:
     """Returns the remedy for an input that forward's **kwargs pass on, as text; else ""."""
     match = re.search(r"unexpected keyword argument '(\w+)'", text)
+    if not match:
+        return ""
     takes = inspect.signature(model.forward).parameters
     every = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    if not match or not every or match[1] in takes or match[1] not in buckets.inputs:
+    if not every or match[1] in takes or match[1] not in buckets.inputs:
         return ""
     return (
         f"{type(model).__name__}.forward takes **kwargs, so each input is passed to it, "
@@ -98,6 +97,11 @@ def _passed_on(text: str, model: nn.Module, buckets: Buckets) -> str:
         f"takes instead of **kwargs (a loss=fn that names '{match[1]}' still gets it), or take "
         f"'{match[1]}' out of them in forward"
     )
+
+
+def with_dims(text: str, dims: Mapping[str, str]) -> str:
+    """Returns a text in which named dims stand for torch's symbols, such as `s33`."""
+    return re.sub(r"\bs\d+\b", lambda found: dims.get(found[0], found[0]), text)
 
 
 def of_sizes(error: Exception, buckets: Buckets, hints: Mapping[str, int]) -> bool:

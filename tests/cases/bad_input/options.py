@@ -11,7 +11,6 @@ import dcpc
 from dcpc.api import plan
 from dcpc.errors import (
     BucketError,
-    CodegenError,
     DispatchError,
     GroupError,
     PlanError,
@@ -179,8 +178,8 @@ OPTIONS = {
         _option("a device of torch's", ProfileError, device="cuda:0"),
         _option("a degree beside the ranks", PlanError, sp=3),
         _option("degrees of two types", PlanError, sp=[1, "a"]),
-        _option("an unknown recompute", PlanError, recompute="some"),
-        _option("an unknown backend", CodegenError, backend="nvcc"),
+        _option("an unknown recompute", PlanError, recompute="al"),
+        _option("an unknown backend", PlanError, backend="induktor"),
         _option("an optimizer's name", PlanError, optimizer="adam"),
         _option("optimizer bytes below 0", PlanError, optimizer_bytes=-1),
         _option("optimizer bytes as text", PlanError, optimizer_bytes="1GB"),
@@ -190,7 +189,7 @@ OPTIONS = {
         _option("a block of one rank", PlanError, parameters="rounds", block=1),
         _option("a block without rounds", PlanError, parameters="step", block=2),
         _option("an unknown attention", PlanError, attention="spiral"),
-        _option("an autocast that is no dtype", TraceError, autocast="int8"),
+        _option("an autocast that is no dtype", PlanError, autocast="int8"),
         _option("a calibration that is not there", ProfileError, calibration="/none.json"),
         _option("derive_rules of another type", PlanError, derive_rules="yes"),
         _option("a loss that cannot be called", TraceError, loss=3),

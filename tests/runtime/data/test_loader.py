@@ -241,7 +241,7 @@ def test_missing_pad_value_says_what_to_pass():
         ({"tokens_per_step": float("nan")}, "tokens_per_step: got nan"),
         ({"pad": {"ids": 0}}, "pad=: got ids; expected names of inputs: input_ids, labels"),
         ({"weight": "label"}, "weight=: got 'label'; expected 'samples', an input"),
-        ({"on_too_long": "cut"}, "on_too_long=: got 'cut'"),
+        ({"on_too_long": "cut"}, "got on_too_long='cut'"),
         ({"samples_per_step": 4}, "tokens_per_step=20, samples_per_step=4: got both"),
         ({"tokens_per_step": None}, "tokens_per_step=None, samples_per_step=None: got neither"),
         ({"tokens_per_step": None, "samples_per_step": 0}, "samples_per_step: got 0"),

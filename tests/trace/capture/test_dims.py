@@ -400,9 +400,9 @@ def test_what_one_example_assumes_by_chance_is_traced_again_at_others(function, 
     compiled_at(function, inputs, sizes)
 
 
-def test_what_every_example_refuses_is_an_error_that_names_them():
+def test_what_every_example_refuses_is_the_error_of_the_first():
     inputs, sizes = {"x": "float64[batch, n]"}, [{"n": 8}, {"n": 11}, {"n": 32}]
-    with pytest.raises(TraceError, match="traces at batch 5 n 13 and at batch 3 n 32 are refused"):
+    with pytest.raises(TraceError, match="torch suggests"):
         program(at_eleven, inputs, *sizes)
 
 
