@@ -6,6 +6,8 @@ TORCH  :=
 VENV   := .venv$(TORCH:%=-torch%)
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
+DEMO   := $(VENV)/.installed-demo
+READY  := $(or $(wildcard $(STAMP)),$(DEMO))
 # The first interpreter that runs, has venv (a pyenv shim may be there and not run) and is new enough for
 # what constraints.txt pins.
 FIND_PYTHON = for p in $(PYTHON) python3.11 python3 python3.12 python3.13; do \
@@ -21,10 +23,10 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## prints this
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
 
-demo: $(STAMP)  ## trains on text over two ranks, and races baselines
+demo: $(READY)  ## trains on text over two ranks, and races baselines
 	$(PY) -m examples.demo
 
-tour: $(STAMP)  ## three minutes: lengths, a plan, a race, equal numbers
+tour: $(READY)  ## three minutes: lengths, a plan, a race, equal numbers
 	$(PY) -m examples.tour
 
 demo-video: $(STAMP)  ## trains on images and clips
@@ -101,13 +103,22 @@ release: $(STAMP)  ## builds and tries the wheel of this version
 installed: $(STAMP)  ## the venv alone, as each target makes it
 
 # torch goes first and alone: so pip takes the CPU build where one lies at hand, and no CUDA packages.
-$(STAMP): pyproject.toml constraints.txt
+PIP = $(PY) -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
+$(DEMO): pyproject.toml constraints.txt
 	@test -x $(PY) || { python=$$($(FIND_PYTHON)); \
 		test -n "$$python" || { echo "needs Python 3.11.5 or newer with venv: make PYTHON=/path/to/python" >&2; exit 1; }; \
 		"$$python" -m venv $(VENV); }
 	@sed -e '$(TORCH:%=s/^torch==.*/torch==%/)' constraints.txt > $(VENV)/constraints.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt torch
-	$(PY) -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[test]'
+	@echo "installs torch into $(VENV), the first time: some minutes, by the network"
+	$(PIP) torch
+	@echo "installs dcpc, with matplotlib for the demo's plots"
+	$(PIP) -e '.[plots]'
+	@touch $@
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(MAKE) --no-print-directory $(DEMO)
+	@echo "installs what the tests need, transformers and diffusers among it: a minute or more"
+	$(PIP) -e '.[test]'
 	@touch $@
 
 clean:  ## removes the venvs, build and caches

@@ -106,18 +106,30 @@ class _Bare(ContextDecorator):
         """Shortens a `DcpcError`."""
         full = isinstance(error, DefectError) or os.environ.get("DCPC_TRACEBACK") == "full"
         if isinstance(error, DcpcError) and not full:
-            _users_part(error)
+            _users_part(error, [])
 
 
 bare = _Bare()
 
 
-def _users_part(error: BaseException | None) -> BaseException | None:
+def chain(error: BaseException | None) -> list[BaseException]:
+    """Returns an error and all that it was raised from or in, each once."""
+    found, todo = list[BaseException](), [error]
+    while todo:
+        each = todo.pop()
+        if each is not None and not any(each is other for other in found):
+            found.append(each)
+            todo += [each.__context__, each.__cause__]
+    return found
+
+
+def _users_part(error: BaseException | None, seen: list[BaseException]) -> BaseException | None:
     """Returns a chain of errors with the user's lines alone, without those that have none."""
-    if error is None:
+    if error is None or any(error is each for each in seen):
         return None
-    hidden = error.__suppress_context__  # also where it was raised from another
-    error.__cause__ = _users_part(error.__cause__ or (None if hidden else error.__context__))
+    below = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    error.__context__ = error.__cause__ or error.__context__  # `chain` has what is left out, too
+    error.__cause__ = _users_part(below, [*seen, error])
     at, links = error.__traceback__, list[TracebackType]()
     while at is not None:
         links, at = [*links, at], at.tb_next
@@ -151,7 +163,7 @@ def check_choice(
     if not any(got is each or (isinstance(got, str) and got == each) for each in known):
         raise error(
             f"{what}{reprlib.repr(got)}; expected one of {', '.join(map(str, known))}{also}; "
-            f"{meant(got, known, 'choose one')}"
+            f"{meant(got, known if isinstance(got, str) else (), 'choose one')}"
         )
 
 

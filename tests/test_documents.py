@@ -31,11 +31,11 @@ def column(text: str, heading: str, n: int = 0) -> list[str]:
 
 
 def test_table_of_options_is_made_of_their_type():
-    assert options_table(CompileOptions) in (DOCS / "train.md").read_text()
+    assert options_table(CompileOptions) in (DOCS / "options.md").read_text()
 
 
 def test_table_of_the_loaders_options_has_their_names_and_defaults():
-    text = (DOCS / "train.md").read_text().split("## Options of `dcpc.DataLoader`")[1]
+    text = (DOCS / "options.md").read_text().split("## Options of `dcpc.DataLoader`")[1]
     known = list(inspect.signature(dcpc.DataLoader.__init__).parameters.values())[1:]
     assert column(text, "option") == [p.name for p in known]
     empty = inspect.Parameter.empty

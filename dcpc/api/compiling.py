@@ -49,7 +49,8 @@ def _tell_others(error: DcpcError, given: Mapping[str, object]) -> None:
         group=group if isinstance(group, dist.ProcessGroup) else None,
         device=device_of(model) if isinstance(model, nn.Module) else None,
     )
-    agree(groups, groups.world, "plan", "", error)
+    with groups.watch.section("dcpc.compile"):  # as the others, which count sections
+        agree(groups, groups.world, "plan", "", error)
 
 
 @taking(CompileOptions, refused=_tell_others, within="dcpc")

@@ -1,7 +1,7 @@
-"""The options of `dcpc.compile`, `dcpc.api.plan`, the command line and docs/train.md, each once.
+"""The options of `dcpc.compile`, `dcpc.api.plan`, the command line and docs/options.md, each once.
 
 A field declares its default, its type, its meaning in a line, its check, and how the command line
-reads it. Signatures, docstrings, `dcpc plan --help` and the table of docs/train.md are made of it.
+reads it. Signatures, docstrings, `dcpc plan --help` and docs/options.md are made of it.
 """
 
 from __future__ import annotations

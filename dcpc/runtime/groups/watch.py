@@ -35,7 +35,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from dcpc.errors import DcpcError, GroupError, class_named
+from dcpc.errors import DcpcError, GroupError, chain, class_named
 from dcpc.runtime.groups.breaking import aborts_of, break_connections, run_all
 from dcpc.runtime.groups.life import Processes, place_of_process
 
@@ -316,21 +316,16 @@ class Watch:
 
     def _follows(self, error: BaseException | None) -> bool:
         """Whether an error came of another rank's."""
-        while error is not None:
-            if any(error is each for each in self._raised.values()):
-                return True
-            error = error.__cause__ or error.__context__
-        return False
+        return any(one is each for one in chain(error) for each in self._raised.values())
 
     def _of_connection(self, error: BaseException | None) -> bool:
         """Whether an error came of a connection, of gloo or of the store."""
-        while error is not None:
-            text = str(error)
-            if isinstance(error, dist.DistError) or any(word in text for word in _CONNECTION):
+        for one in chain(error):
+            text = str(one)
+            if isinstance(one, dist.DistError) or any(word in text for word in _CONNECTION):
                 return True
-            if self._broken and isinstance(error, RuntimeError):
+            if self._broken and isinstance(one, RuntimeError):
                 return True
-            error = error.__cause__ or error.__context__
         return False
 
     def _silent_store(self) -> DcpcError | None:

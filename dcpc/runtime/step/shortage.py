@@ -13,13 +13,13 @@ groups, and who meets a broken group looks whether that was told.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
-from dcpc.errors import PlanError
+from dcpc.errors import PlanError, chain
 from dcpc.runtime.data.steps import MicroBatch
 from dcpc.runtime.groups.groups import Groups
 
@@ -62,26 +62,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(
         isinstance(e, torch.OutOfMemoryError | MemoryError)
         or (isinstance(e, RuntimeError) and _CPU_ALLOCATOR.search(str(e)) is not None)
-        for e in _chain(error)
+        for e in chain(error)
     )
 
 
 def wanted_bytes(error: BaseException) -> int:
     """Returns the bytes of the allocation that failed; 0 where no text says."""
-    for e in _chain(error):
+    for e in chain(error):
         found = _WANTED.search(str(e))
         if found is not None:
             return int(float(found[1]) * _UNITS[found[2].lower()])
     return 0
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    at: BaseException | None = error
-    seen: set[int] = set()
-    while at is not None and id(at) not in seen:
-        seen.add(id(at))
-        yield at
-        at = at.__cause__ or at.__context__
 
 
 class Attempt:

@@ -101,7 +101,8 @@ def _passed_on(text: str, model: nn.Module, buckets: Buckets) -> str:
 
 def with_dims(text: str, dims: Mapping[str, str]) -> str:
     """Returns a text in which named dims stand for torch's symbols, such as `s33`."""
-    return re.sub(r"\bs\d+\b", lambda found: dims.get(found[0], found[0]), text)
+    said = {s: dim if dim.isidentifier() else f"({dim})" for s, dim in dims.items()}
+    return re.sub(r"\bs\d+\b", lambda found: said.get(found[0], found[0]), text)
 
 
 def of_sizes(error: Exception, buckets: Buckets, hints: Mapping[str, int]) -> bool:

@@ -165,7 +165,7 @@ OPTIONS = {
         Kind("a module without reset_parameters", DispatchError,
              lambda g: _materialized(make=Helpless),
              "give its class a `reset_parameters`, or pass a function of a module as `init=`: "
-             "[train](train.md#start-without-the-whole-model)"),
+             "[train](parameters.md#start-without-the-whole-model)"),
     ),
     "Options of compile and plan": (
         _option("an option that is mistyped", PlanError, memry=1e9),

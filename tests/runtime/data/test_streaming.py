@@ -263,8 +263,8 @@ def test_the_example_of_the_guide_reads_files_as_a_stream(tmp_path, monkeypatch)
         (tmp_path / f"corpus/{k}.txt").write_text("\n\n".join(lines[k::2]))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
-    guide = (Path(__file__).parents[3] / "docs/train.md").read_text()
-    code = guide.split("## Streams")[1].split("```python\n")[1].split("```")[0]
+    guide = (Path(__file__).parents[3] / "docs/streams.md").read_text()
+    code = guide.split("```python\n")[1].split("```")[0]
     buckets = token_buckets(32)
     compiled = Training(buckets, {b: plan_for(b, 1, 4) for b in buckets}, Groups())
     compiled.texts = []
