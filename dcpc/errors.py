@@ -94,7 +94,7 @@ def class_named(name: str) -> type[DcpcError] | None:
 
 
 class _Bare(ContextDecorator):
-    """Leaves only the user's own lines in the traceback of a `DcpcError` and of what it explains.
+    """Leaves only the user's own lines in the traceback of a `DcpcError` and of its causes.
 
     With `DCPC_TRACEBACK=full` all of it is shown, and so is that of a defect.
     """
@@ -148,13 +148,13 @@ def meant(got: object, known: Iterable[object], otherwise: str, like: str = "{}"
 
 
 def check_choice(
-    what: str,
+    begins: str,
     got: object,
     known: Iterable[object],
     error: type[DcpcError] = PlanError,
     also: str = "",
 ) -> None:
-    """Refuses a value that an option does not have, in a text that begins with `what`.
+    """Refuses a value that an option does not have, in a text that starts with `begins`.
 
     Raises:
         DcpcError: the value is none of the known ones, or of those in `also` (class `error`).
@@ -162,7 +162,7 @@ def check_choice(
     known = [*known]
     if not any(got is each or (isinstance(got, str) and got == each) for each in known):
         raise error(
-            f"{what}{reprlib.repr(got)}; expected one of {', '.join(map(str, known))}{also}; "
+            f"{begins}{reprlib.repr(got)}; expected one of {', '.join(map(str, known))}{also}; "
             f"{meant(got, known if isinstance(got, str) else (), 'choose one')}"
         )
 

@@ -127,7 +127,7 @@ def check_names(model: nn.Module, names: Collection[str], loss: Loss | None) -> 
 
 
 def mismatch(model: nn.Module, names: Collection[str], loss: Loss | None) -> str:
-    """Returns how the inputs and forward's arguments differ, and what to do; "": they do not.
+    """Returns how the inputs and forward's arguments differ, with a remedy; "": they do not.
 
     Args:
         model: user's module.

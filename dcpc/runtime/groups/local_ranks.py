@@ -102,14 +102,13 @@ def run_ranks(
             if child.process.is_alive():
                 child.process.kill()
                 child.process.join()
-    failed: dict[str, list[str]] = {}  # most often all of them alike
-    for rank, child in enumerate(children):
-        if child.problem:
-            failed.setdefault(child.problem, []).append(str(rank))
-    if failed:
-        texts = [f"rank {', '.join(ranks)}: {problem}" for problem, ranks in failed.items()]
-        count = sum(map(len, failed.values()))
-        raise RanksError(f"{count} of {world} ranks failed\n" + "\n".join(texts))
+    problems = {r: c.problem for r, c in enumerate(children) if c.problem}
+    if problems:
+        alike = {
+            p: ", ".join(str(r) for r in problems if problems[r] == p) for p in problems.values()
+        }
+        texts = [f"rank {ranks}: {problem}" for problem, ranks in alike.items()]
+        raise RanksError(f"{len(problems)} of {world} ranks failed\n" + "\n".join(texts))
     return [child.result for child in children]
 
 

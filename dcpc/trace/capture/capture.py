@@ -430,7 +430,7 @@ def _suggestions() -> Iterator[None]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Keeps torch from printing the whole graph, and tracebacks of what fails, in its block."""
+    """Keeps torch from printing the whole graph, and tracebacks of failures, in its block."""
     fakes = logging.getLogger("torch._subclasses.fake_tensor")
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
 

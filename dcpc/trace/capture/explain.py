@@ -34,11 +34,9 @@ def explained(
 ) -> str:
     """Returns the text of a TraceError: torch's reason, the user's source line, and the remedy."""
     text = str(error)
-    reason = next(
-        (line.strip() for line in text.splitlines() if line.strip()), type(error).__name__
-    )
     where = users_line(error)
     kind, begins = type(error).__name__, "the model cannot be captured: got"
+    reason = next((line.strip() for line in text.splitlines() if line.strip()), kind)
     if "Constraints violated" in text or "ConstraintViolation" in kind:
         fixes = [line.strip() for line in text.splitlines() if " = Dim(" in line or " = " in line]
         reason += "; torch suggests " + "; ".join(fixes[:4]) if fixes else ""
