@@ -37,7 +37,7 @@ def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         dtype = getattr(torch, SHORT.get(dtype, dtype), dtype)
     if dtype is not None:
         check_choice("got autocast=", dtype, (*DTYPES, *SHORT), also=" or None")
-    return dtype
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def casting(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[object]:

@@ -118,7 +118,7 @@ class _WantedOf(nn.Module):
         # Not as an attribute: a loss that is a module would become a submodule.
         self.returned: Callable[[Mapping[str, Tensor]], Any]
         self.returned = lambda inputs: returned(model, inputs, loss)
-        self.mismatch = lambda: mismatch(model, inputs, loss)
+        self.mismatch: Callable[[], str] = lambda: mismatch(model, inputs, loss)
         asked = returns_statistics(loss)
         self.statistics = running_names(model, training=True) if asked else ()
         self.noted = _Noted()
