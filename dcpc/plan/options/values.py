@@ -19,6 +19,7 @@ from dcpc.errors import (
     ProfileError,
     TraceError,
     check_choice,
+    meant,
 )
 from dcpc.symbolic_profile import DEVICES, Device, bytes_of, find
 from dcpc.trace.wrappers import refuse_wrapped
@@ -127,7 +128,7 @@ def check_tile(tile: object) -> None:
         return
     raise PlanError(
         f"got tile={reprlib.repr(tile)}; expected 'auto', 'none' or the most rows of a tile, 1 or "
-        "more; pass one, such as 1024"
+        f"more; {meant(tile, ('auto', 'none'), 'pass one, such as 1024')}"
     )
 
 
