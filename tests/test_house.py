@@ -17,7 +17,7 @@ JOINED: dict[str, int] = {
     "CTC losses: one op, whose saved values have sizes made of dims": 200,
     "told at once: an epoch before the resumed one; no floats behind torch.compile": 10,
     "models that check values and raise, as transformers' speech models do": 95,
-    "logits and MLPs some rows at a time: an op whose graphs are a program's": 1_236,
+    "logits and MLPs some rows at a time: an op whose graphs are a program's": 1_237,
     "plan files of packed rows; micro-batches in parts of like length where these take less": 37,
     "errors show the user's own lines, dims by name, and the value that was meant": 65,
 }
