@@ -16,6 +16,7 @@ JOINED: dict[str, int] = {
     "mixtures of experts: grouped products priced, each rank sorts its own tokens": 295,
     "CTC losses: one op, whose saved values have sizes made of dims": 200,
     "told at once: an epoch before the resumed one; no floats behind torch.compile": 10,
+    "texts without images: a dim of 0 has a trace of its own, as one of 1; an input may be lacking": 60,
     "models that check values and raise, as transformers' speech models do": 95,
     "logits and MLPs some rows at a time: an op whose graphs are a program's": 1_237,
     "plan files of packed rows; micro-batches in parts of like length where these take less": 37,

@@ -11,7 +11,7 @@ from dcpc.buckets.shape_buckets import (
     Sizes,
     held_by,
 )
-from dcpc.buckets.specs import MAX_SIZE, shapes_and_dtypes
+from dcpc.buckets.specs import MAX_SIZE, completed, shapes_and_dtypes, tokens_of
 from dcpc.buckets.yaml_lines import path_of
 
 __all__ = [
@@ -24,7 +24,9 @@ __all__ = [
     "Fixed",
     "InputSpec",
     "Sizes",
+    "completed",
     "held_by",
     "path_of",
     "shapes_and_dtypes",
+    "tokens_of",
 ]

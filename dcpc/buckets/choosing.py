@@ -7,8 +7,8 @@ padded to v(j), the least cost of k buckets up to v(j) is
 
 which is tried for every i. Several dims: buckets begin as the shapes that occur and are merged, two
 at a time, where that costs least; then each shape goes to the cheapest bucket that holds it, and
-buckets shrink to what they hold. Shapes that differ in which dims are 1 are not merged: they need
-different traces.
+buckets shrink to what they hold. Shapes that differ in which dims are 0 or 1 are not merged: they
+need different traces.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
-from dcpc.buckets.specs import MAX_SIZE
+from dcpc.buckets.specs import MAX_SIZE, tokens_of
 from dcpc.errors import BucketError
 
 Shape = tuple[int, ...]  # of the named dims, in their order
@@ -45,10 +44,6 @@ class Chosen:
 
     shapes: tuple[Shape, ...]
     padding: float
-
-
-def _tokens(shape: Shape) -> float:
-    return float(prod(shape))
 
 
 def sizes_for(
@@ -76,14 +71,14 @@ def sizes_for(
 
     def cost(shape: Shape) -> float:
         sizes = dict(zip(names, shape, strict=True))
-        return _tokens(shape) if seconds is None else float(seconds(sizes))
+        return float(tokens_of(shape)) if seconds is None else float(seconds(sizes))
 
     share = DEFAULT_PADDING if padding is None and count is None else padding
     chosen = best_shapes(counted(lengths, names), whole, count, share, cost)
     if chosen is None:
         raise BucketError(
             f"Buckets.from_lengths: got count={count}; expected more: samples differ in which of "
-            "their dims are 1, and none of these is padded to another; raise count="
+            "their dims are 0 or 1, and none of these is padded to another; raise count="
         )
     return [dict(zip(names, shape, strict=True)) for shape in chosen.shapes]
 
@@ -131,7 +126,8 @@ def _shape(index: int, row: object, names: Sequence[str]) -> Shape:
         found = tuple(operator.index(n) for n in given)  # type: ignore[arg-type]
     except TypeError:
         found = ()
-    if len(found) != len(names) or not all(1 <= n <= MAX_SIZE for n in found):
+    least = 0 if len(names) > 1 else 1  # all of a sample may not be nothing
+    if len(found) != len(names) or not all(least <= n <= MAX_SIZE for n in found):
         raise _wrong(f"{row!r} for sample {index}", names)
     return found
 
@@ -140,8 +136,8 @@ def _wrong(got: str, names: Sequence[str]) -> BucketError:
     one = f"{{{', '.join(f'{name!r}: 512' for name in names)}}}"
     one += ", or an integer" if len(names) == 1 else ""
     return BucketError(
-        f"Buckets.from_lengths: lengths: got {got}; expected one entry a sample, {one}, from 1 to "
-        f"{MAX_SIZE}, or a dataset with dims(i); pass such a list"
+        f"Buckets.from_lengths: lengths: got {got}; expected one entry a sample, {one}, from "
+        f"{int(len(names) == 1)} to {MAX_SIZE}, or a dataset with dims(i); pass such a list"
     )
 
 
@@ -150,7 +146,7 @@ def best_shapes(
     steps: Sequence[int],
     count: int | None,
     padding: float | None,
-    cost: Cost = _tokens,
+    cost: Cost = tokens_of,
 ) -> Chosen | None:
     """Returns buckets for samples of these shapes; None: there have to be more than `count`.
 
@@ -194,19 +190,19 @@ def padded_cost(counts: Mapping[Shape, int], shapes: Sequence[Shape], cost: Cost
 
 
 def _homes(counts: Mapping[Shape, int], shapes: Sequence[Shape], cost: Cost) -> list[Shape]:
-    """Returns each shape's cheapest bucket with room, if possible one with the same dims of 1."""
+    """Returns each shape's cheapest bucket with room, if possible with the same dims of 0 and 1."""
     by_cost = sorted(shapes, key=cost)
     sizes, samples = np.array(by_cost), np.array(list(counts))
     room = (samples[:, None] <= sizes).all(axis=-1)
-    alike = room & ((samples == 1)[:, None] == (sizes == 1)).all(axis=-1)
+    alike = room & (samples.clip(max=2)[:, None] == sizes.clip(max=2)).all(axis=-1)
     usable = np.where(alike.any(axis=1, keepdims=True), alike, room)
     assert usable.any(axis=1).all(), "each shape is held"
     return [by_cost[i] for i in usable.argmax(axis=1)]
 
 
-def _ones(shape: Shape) -> Shape:
-    """Returns the indices of dims of size 1, where there are several dims."""
-    return tuple(i for i, n in enumerate(shape) if n == 1 and len(shape) > 1)
+def _few(shape: Shape) -> Shape:
+    """Returns a shape of several dims with 2 for larger sizes."""
+    return tuple(min(n, 2) for n in shape if len(shape) > 1)
 
 
 def _cut(counts: Mapping[Shape, int], cost: Cost) -> list[list[Shape]]:
@@ -257,7 +253,7 @@ def _merged(counts: Mapping[Shape, int], cost: Cost) -> list[list[Shape]]:
         return members[a] * (costs[whole] - costs[a]) + members[b] * (costs[whole] - costs[b])
 
     def pairs_of(shape: Shape) -> dict[tuple[Shape, Shape], float]:
-        others = (b for b in members if b != shape and _ones(b) == _ones(shape))
+        others = (b for b in members if b != shape and _few(b) == _few(shape))
         return {(min(shape, b), max(shape, b)): more(shape, b) for b in others}
 
     pairs = {pair: extra for shape in list(members) for pair, extra in pairs_of(shape).items()}
@@ -274,7 +270,7 @@ def _merged(counts: Mapping[Shape, int], cost: Cost) -> list[list[Shape]]:
 
 
 def _coarse(counts: Mapping[Shape, int]) -> dict[Shape, int]:
-    """Shapes, at most `_MOST_SHAPES` if dims of 1 allow it, that hold all others: with samples."""
+    """Shapes, at most `_MOST_SHAPES` if dims of 0 and 1 allow it, that hold all others: with samples."""
     found = dict(counts)
     if len(counts) <= _MOST_SHAPES:
         return found
@@ -295,13 +291,13 @@ def _coarse(counts: Mapping[Shape, int]) -> dict[Shape, int]:
 
 
 def _grid(counts: Mapping[Shape, int], dim: int, sizes: int) -> list[int]:
-    """Returns the best `sizes` sizes of one dim alone, and 1 where it occurs."""
+    """Returns the best `sizes` sizes of one dim alone, and 0 and 1 where they occur."""
     of_dim: Counter[Shape] = Counter()
     for shape, n in counts.items():
         of_dim[shape[dim],] += n
     ladder = _cut(of_dim, lambda shape: float(shape[0]))
     best = ladder[min(sizes, len(ladder)) - 1]
-    return sorted({n for (n,) in best} | ({1} if (1,) in of_dim else set()))
+    return sorted({n for (n,) in best} | {n for n in (0, 1) if (n,) in of_dim})
 
 
 def _union(a: Shape, b: Shape) -> Shape:

@@ -19,7 +19,6 @@ import keyword
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Self, TypeVar
 
@@ -28,7 +27,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
 
 from dcpc.buckets.choosing import sizes_for
-from dcpc.buckets.specs import MAX_SIZE, DimExpr, InputSpec, Sizes
+from dcpc.buckets.specs import MAX_SIZE, DimExpr, InputSpec, Sizes, completed, tokens_of
 from dcpc.buckets.yaml_lines import FieldPath, path_of, read_yaml
 from dcpc.errors import BucketError, DispatchError, checking_call
 
@@ -78,6 +77,11 @@ class Bucket:
     def shape_key(self) -> tuple[tuple[str, int], ...]:
         """The dims without `batch`: no two buckets have the same."""
         return tuple(dim for dim in self.dims if dim[0] != BATCH)
+
+    @property
+    def tokens(self) -> int:
+        """Product of the lengths of one sample, of which 0 counts as 1: buckets are in its order."""
+        return tokens_of(size for _, size in self.shape_key)
 
     def __getitem__(self, name: str) -> int:
         return self.sizes[name]
@@ -205,11 +209,20 @@ class Buckets:
         sizes = [bucket[name] for bucket in self.buckets]
         return min(sizes), max(sizes)
 
+    @property
+    def smallest(self) -> dict[str, int]:
+        """The shortest length of each named dim over the buckets. Only where it is 0 may one be 0."""
+        return {name: self.range_of(name)[0] for name in self.names}
+
+    def completed(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns inputs by name, those that are lacking and empty in some bucket as empty tensors."""
+        return completed(self.inputs, given, self.smallest)
+
     def by_trace(self) -> dict[Fixed, "Buckets"]:
         """Returns the buckets grouped by the numbers in a trace (`fixed`): one trace a group.
 
-        A model may run other code where a dim is 1 (an image is a video of one frame), and torch
-        takes a size of 1 for a constant. Of a static dim each length is one.
+        A model may run other code where a dim is 1 (an image is a video of one frame) or 0 (a text
+        without images), and torch takes such a size for a constant. Of a static dim each length is.
         """
         found: dict[Fixed, list[Bucket]] = {}
         for bucket in self.buckets:
@@ -219,7 +232,7 @@ class Buckets:
     def fixed(self, sizes: Sizes) -> Fixed:
         """Returns the dims, without `batch`, that a trace for some lengths has as numbers."""
         named = ((n, size) for n, size in sizes.items() if n != BATCH)
-        return frozenset((n, size) for n, size in named if size == 1 or n in self.static)
+        return frozenset((n, size) for n, size in named if size <= 1 or n in self.static)
 
     def traces(self, sizes: Sizes) -> bool:
         """Whether the trace of these buckets, which share one, is for some lengths."""
@@ -308,7 +321,7 @@ class Buckets:
             right: tells which buckets may be taken.
         """
         fits = [b for b in self if all(sizes[n] <= size for n, size in b.shape_key) and right(b)]
-        return min(fits, key=lambda b: (prod(s for _, s in b.shape_key), b.shape_key), default=None)
+        return min(fits, key=lambda b: (b.tokens, b.shape_key), default=None)
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self.buckets)
@@ -385,11 +398,12 @@ class Buckets:
             for i, (dim, size) in enumerate(zip(spec.dims, shapes[arg], strict=True)):
                 if dim.name is None or dim.name in dims or dim.divisor > 1:
                     continue
-                value = dim.solve(size)
+                least = min(1, self.range_of(dim.name)[0])
+                value = dim.solve(size, least)
                 if value is None:
                     self._refuse(
                         f"argument '{arg}': got {size} in dim {i}, shape {tuple(shapes[arg])}; "
-                        f"expected '{dim}' for an integer {dim.name} >= 1; correct this argument"
+                        f"expected '{dim}' for an integer {dim.name} >= {least}; correct this argument"
                     )
                 dims[dim.name] = value
         return dims
@@ -402,14 +416,14 @@ class _Declaration(BaseModel):
 
     inputs: Annotated[dict[StrictStr, StrictStr], Field(min_length=1)]
     sizes: Annotated[
-        list[dict[StrictStr, Annotated[int, Field(strict=True, ge=1, le=MAX_SIZE)]]],
+        list[dict[StrictStr, Annotated[int, Field(strict=True, ge=0, le=MAX_SIZE)]]],
         Field(min_length=1),
     ]
 
 
 # pydantic's error type -> expected; what to do.
 _EXPECTED = {
-    "int": f"an integer from 1 to {MAX_SIZE}; write the exact length of this dim",
+    "int": f"an integer from 0 to {MAX_SIZE}; write the exact length of this dim",
     "string": "a text; write names as plain words and specs as dtype[dim, ...]",
     "dict": "a mapping; write `name: value` pairs",
     "mapping": "a mapping; write `name: value` pairs",
@@ -419,8 +433,8 @@ _EXPECTED = {
     "missing": "this field; add it",
     "extra": "only the fields inputs and sizes; remove it",
     "invalid": "only the fields inputs and sizes; remove it",
-    "greater": f"an integer from 1 to {MAX_SIZE}; write the exact length of this dim",
-    "less": f"an integer from 1 to {MAX_SIZE}; write the exact length of this dim",
+    "greater": f"an integer from 0 to {MAX_SIZE}; write the exact length of this dim",
+    "less": f"an integer from 0 to {MAX_SIZE}; write the exact length of this dim",
 }
 
 
@@ -505,11 +519,17 @@ def _check_lengths(inputs: Mapping[str, InputSpec], bucket: Bucket, where: str) 
     for arg, spec in inputs.items():
         for dim in spec.dims:
             length = dim.evaluate({BATCH: 1, **bucket.sizes})
-            if length < 1:
+            least = 0 if dim.name != BATCH and bucket.sizes.get(dim.name or "") == 0 else 1
+            if length < least:
                 raise BucketError(
                     f"{where}: got {bucket}, where dim '{dim}' of input '{arg}' is {length}; "
-                    f"expected at least 1; raise {dim.name} or correct the spec"
+                    f"expected at least {least}; raise {dim.name} or correct the spec"
                 )
+    if all(0 in spec.shape({BATCH: 1, **bucket.sizes}) for spec in inputs.values()):
+        raise BucketError(
+            f"{where}: got {bucket}, where all inputs are empty; expected a length from 1 on of a "
+            "dim of some input; correct it"
+        )
 
 
 def _names(inputs: Mapping[str, InputSpec]) -> tuple[str, ...]:

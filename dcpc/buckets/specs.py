@@ -4,9 +4,10 @@ import difflib
 import keyword
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from math import prod
+from typing import Any, Self
 
 import sympy
 import torch
@@ -82,15 +83,15 @@ class DimExpr:
         product = symbols[self.name] * self.multiplier
         return (sympy.floor(product / self.divisor) if self.divisor > 1 else product) + self.offset
 
-    def solve(self, value: int) -> int | None:
-        """Returns the one length >= 1 of `name` that makes this dim `value`.
+    def solve(self, value: int, least: int = 1) -> int | None:
+        """Returns the one length >= `least` of `name` that makes this dim `value`.
 
         None where there is none, or where it is not determined: a constant, or a `//`.
         """
         if self.name is None or self.divisor > 1:
             return None
         size, rest = divmod(value - self.offset, self.multiplier)
-        return size if rest == 0 and size >= 1 else None
+        return size if rest == 0 and size >= least else None
 
     def __str__(self) -> str:
         if self.name is None:
@@ -170,6 +171,34 @@ def _constant(text: str, dim: str) -> int:
             "in it; rewrite this dim"
         )
     return int(text)
+
+
+def completed(
+    specs: Mapping[str, InputSpec], given: Mapping[str, Any], smallest: Sizes
+) -> dict[str, Any]:
+    """Returns inputs, with an empty tensor for each that is lacking or None and may be empty.
+
+    Args:
+        specs: spec of each input.
+        given: tensors by input name.
+        smallest: shortest length of each dim: that of a dim which no given input has.
+    """
+    found, sizes, device = dict(given), dict(smallest), None
+    lacking = [name for name in specs if given.get(name) is None]
+    for name, x in given.items() if lacking else ():
+        if name in specs and isinstance(x, torch.Tensor):
+            device = x.device
+            own = zip(specs[name].dims, x.shape, strict=False)
+            sizes |= {d.name: n for d, size in own if d.name and (n := d.solve(size)) is not None}
+    for name in lacking:
+        if 0 in (shape := specs[name].shape(sizes)):
+            found[name] = torch.empty(shape, dtype=specs[name].dtype, device=device)
+    return found
+
+
+def tokens_of(lengths: Iterable[int]) -> int:
+    """Returns the tokens of a sample: the product of its lengths, of which 0 counts as 1."""
+    return prod(max(1, n) for n in lengths)
 
 
 def shapes_and_dtypes(

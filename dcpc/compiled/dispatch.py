@@ -121,8 +121,8 @@ class Dispatch:
             raise DispatchError(
                 f"parameters='rounds': got {len(self._planned.traces)} traces of the model, which "
                 "have gradients of different parameters; expected the same ones: ranks of one "
-                "round sum them together; declare buckets in which no dim is 1 in some of them "
-                "only, or take parameters='step'"
+                "round sum them together; declare buckets in which no dim is 0 or 1 in some of "
+                "them only, or take parameters='step'"
             )
 
     # ----------------------------------------------------------------------- inputs and buckets
@@ -130,7 +130,7 @@ class Dispatch:
     def named(
         self, model: nn.Module, args: tuple[Tensor, ...], inputs: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Returns all inputs by name.
+        """Returns all inputs by name; lacking ones that may be empty are empty tensors.
 
         Args:
             model: model of the user.
@@ -158,7 +158,7 @@ class Dispatch:
             raise DispatchError(
                 f"got input {twice[0]} twice; expected it once; pass it by name only"
             )
-        return {**dict(zip(names, args, strict=False)), **inputs}
+        return self._buckets.completed({**dict(zip(names, args, strict=False)), **inputs})
 
     def match(self, inputs: Mapping[str, Tensor]) -> tuple[Bucket, dict[str, int]]:
         """Returns the smallest bucket that holds and runs some inputs, and the length of every dim.

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import IterableDataset
 
-from dcpc.buckets import BATCH, InputSpec
+from dcpc.buckets import BATCH, InputSpec, Sizes, completed
 from dcpc.errors import DataError
 
 MASK = "attention_mask"
@@ -38,6 +38,7 @@ class CollatedSamples:
         inputs: Mapping[str, InputSpec],
         accepted: frozenset[str],
         maskless: bool,
+        smallest: Sizes,
     ) -> None:
         """Loads nothing yet.
 
@@ -48,12 +49,13 @@ class CollatedSamples:
             accepted: further names that the model's forward accepts: dropping one is an error.
             maskless: whether padding at the end is harmless without a mask, as in causal models
                 whose loss ignores it.
+            smallest: shortest length of each dim: where it is 0, an input may be lacking.
         """
         self.records = records
         self._collate = collate
         self._inputs = inputs
         self._accepted = accepted
-        self._maskless = maskless
+        self._maskless, self._smallest = maskless, smallest
 
     def __len__(self) -> int:
         return len(self.records)
@@ -69,7 +71,7 @@ class CollatedSamples:
             DataError: the collator makes too little, or an input that the model takes and the
                 buckets do not declare.
         """
-        made = self._collate([record])
+        made = completed(self._inputs, self._collate([record]), self._smallest)
         missing = [name for name in self._inputs if made.get(name) is None]
         if missing:
             raise DataError(

@@ -167,7 +167,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
         given = self._given()
         made = self._declared().inputs.keys() - given.keys()
         shifts = bool(self._loss_shifts_labels)
-        samples = CollatedSamples(records, collate, given, taken - made, shifts)
+        smallest = self._declared().smallest
+        samples = CollatedSamples(records, collate, given, taken - made, shifts, smallest)
         return CollatedStream(samples) if self._streams else samples
 
     def _loader_arguments(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -167,7 +166,7 @@ def least_recompute(
 
 def elements(bucket: Bucket) -> int:
     """Returns the product of a bucket's lengths, by which buckets are ordered."""
-    return math.prod(size for _, size in bucket.shape_key)
+    return bucket.tokens
 
 
 def stretches(plans: Sequence[BucketPlan]) -> list[Stretch]:

@@ -92,7 +92,7 @@ class Planned:
 
     Attributes:
         by_bucket: prices and graphs made from the trace of each bucket. Buckets share a trace
-            unless a dim is 1 in one of them and not in the other, or static.
+            unless a dim is 0 or 1 in one of them and not in the other, or static.
         plans: chosen setting of each bucket.
         tables: rows from which each setting was chosen.
         request: options that the plan depends on.

@@ -116,12 +116,12 @@ def test_spec_error_names_field_got_expected(spec, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("size", [0, -512, 512.0, float("nan"), True, "512", None, 2**31, [4]])
+@pytest.mark.parametrize("size", [-1, -512, 512.0, float("nan"), True, "512", None, 2**31, [4]])
 def test_size_error_names_field_got_expected(size):
     with pytest.raises(BucketError) as caught:
         Buckets(TEXT, [{"seq": 512}, {"seq": size}])
     assert str(caught.value) == (
-        f"Buckets: sizes[1].seq: got {size!r}; expected an integer from 1 to 2147483647; "
+        f"Buckets: sizes[1].seq: got {size!r}; expected an integer from 0 to 2147483647; "
         "write the exact length of this dim"
     )
 
@@ -162,10 +162,10 @@ def test_declaration_error_says_what_to_do(inputs, sizes, message):
 
 def test_declaration_error_lists_every_wrong_field_up_to_eight():
     with pytest.raises(BucketError) as caught:
-        Buckets(TEXT, [{"seq": -i} for i in range(10)])
+        Buckets(TEXT, [{"seq": -i} for i in range(1, 11)])
     lines = str(caught.value).splitlines()
     assert len(lines) == 9
-    assert lines[7].startswith("Buckets: sizes[7].seq: got -7")
+    assert lines[7].startswith("Buckets: sizes[7].seq: got -8")
     assert lines[8] == "and 2 more"
 
 
@@ -204,8 +204,8 @@ def test_yaml_round_trips(tmp_path):
 @pytest.mark.parametrize(
     ("good", "bad", "message"),
     [
-        ("seq: 2048", "seq: 0", ":6: sizes[1].seq: got 0; expected an integer from 1"),
-        ("batch: 4", "batch: .nan", ":7: sizes[1].batch: got nan; expected an integer from 1"),
+        ("seq: 2048", "seq: 0", ":6: sizes[1]: got {batch: 4, seq: 0}, where all inputs are empty"),
+        ("batch: 4", "batch: .nan", ":7: sizes[1].batch: got nan; expected an integer from 0"),
         ("batch: 4", "batch: yes", ":7: sizes[1].batch: got True; expected an integer"),
         ("batch: 4", "seq: 4", ":7: got field 'seq' twice, first in line 6"),
         ("batch: 4", "frames: 4", ":7: sizes[1].frames: got dim 'frames', which no input has"),

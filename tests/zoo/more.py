@@ -7,9 +7,10 @@ from tests.zoo.diffusion import DIFFUSION
 from tests.zoo.experts import EXPERTS
 from tests.zoo.hybrids import HYBRIDS
 from tests.zoo.media import SPEECH, VISION
+from tests.zoo.mixed import MIXED
 from tests.zoo.models import ZooModel
 from tests.zoo.recurrent import RECURRENT
 from tests.zoo.text import TEXT_MODELS
 
 TEXT = {**TEXT_MODELS, **EXPERTS, **RECURRENT}
-MORE: dict[str, ZooModel] = {**TEXT, **SPEECH, **VISION, **DIFFUSION, **HYBRIDS}
+MORE: dict[str, ZooModel] = {**TEXT, **SPEECH, **VISION, **DIFFUSION, **HYBRIDS, **MIXED}

@@ -97,7 +97,7 @@ class ModelRuns:
         core = self.core
         refuse_arguments(batch, between, pad, core.buckets, bool(kind))
         core.refuse_unmade("evaluate")
-        inputs = dict(batch)
+        inputs = core.buckets.completed(batch)
         with self.execution.waiting("evaluate"), in_eval(core.model), torch.no_grad():
             edition, problem = self._edition(kind)
             if problem is not None and (kind or between is not None):

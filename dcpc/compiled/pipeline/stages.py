@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -114,7 +113,7 @@ class ProgramStage:
         Args:
             buckets: buckets of its trace.
         """
-        ascending = sorted(buckets, key=lambda b: (prod(n for _, n in b.shape_key), b.shape_key))
+        ascending = sorted(buckets, key=lambda b: (b.tokens, b.shape_key))
         return self._with(_homes=tuple(ascending))
 
     def in_lane(self, lane: int) -> ProgramStage:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
-from math import prod
 from typing import Any
 
 import torch
@@ -142,9 +141,7 @@ class PlannedBatch:
     def padding(self) -> int:
         """Tokens of all ranks' micro-batches that are no sample's."""
         micro_batches = self.plan.micro_batches if self.plan else ()
-        sizes = (
-            len(mb.sample_ids) * prod(n for _, n in mb.shape.shape_key) for mb in micro_batches
-        )
+        sizes = (len(mb.sample_ids) * mb.shape.tokens for mb in micro_batches)
         return sum(sizes) - self.tokens
 
     def ids(self, planned: Iterable[Sequence[int]]) -> tuple[int, ...]:

@@ -8,12 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from dcpc.buckets import BATCH, Bucket, Buckets, DimExpr, InputSpec
+from dcpc.buckets import BATCH, Bucket, Buckets, DimExpr, InputSpec, completed, tokens_of
 from dcpc.errors import DataError, DcpcError, meant
 from dcpc.runtime.data.arguments import check_dataset
 from dcpc.runtime.planner.own_lengths import Dims
@@ -85,9 +84,9 @@ class Samples:
         self.inputs = buckets.inputs
         self.pad = dict(pad or {})
         self.names = tuple(name for name in buckets.names if name != BATCH)
-        self._ascending = sorted(
-            buckets, key=lambda b: (prod(size for _, size in b.shape_key), b.shape_key)
-        )
+        self._smallest = {n: size for n, size in buckets.smallest.items() if n != BATCH}
+        self._specs = {n: InputSpec(s.dtype, _sample_dims(s)) for n, s in self.inputs.items()}
+        self._ascending = sorted(buckets, key=lambda b: (b.tokens, b.shape_key))
         self._fits: dict[Dims, Fit] = {}
         self._dims: dict[int, Dims] = {}
         self._loaded: dict[int, dict[str, torch.Tensor]] = {}
@@ -138,8 +137,10 @@ class Samples:
             self._dims[index] = dims
         fit = self._fits.get(dims)
         if fit is None:
-            bucket = next((b for b in self._ascending if _holds(b, dims)), None)
-            fit = Fit(dims, bucket, prod(size for _, size in dims))
+            holding = [b for b in self._ascending if _holds(b, dims)]
+            alike = (b for b in holding if not any(b[name] for name, size in dims if size == 0))
+            bucket = next(alike, next(iter(holding), None))
+            fit = Fit(dims, bucket, tokens_of(size for _, size in dims))
             self._fits[dims] = fit
         return fit
 
@@ -264,6 +265,9 @@ class Samples:
         if index in self._loaded:
             return self._loaded[index]
         raw = self._asked(f"dataset[{index}]", lambda: self.dataset[index])
+        if isinstance(raw, Mapping):
+            told = {**self._smallest, **dict(self._dims.get(index, ()))}
+            raw = completed(self._specs, raw, told)
         if not isinstance(raw, Mapping) or raw.keys() != self.inputs.keys():
             got = ", ".join(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
             raise DataError(
@@ -312,7 +316,7 @@ class Samples:
         found: dict[str, int] = {}
         for name, spec in self.inputs.items():
             for dim, size in zip(_sample_dims(spec), raw[name].shape, strict=True):
-                value = dim.solve(size)
+                value = dim.solve(size, min(1, self._smallest.get(dim.name or "", 1)))
                 if dim.name is not None and dim.name not in found and value is not None:
                     found[dim.name] = value
         for name, spec in self.inputs.items():
@@ -330,7 +334,8 @@ class Samples:
     def _declared(self, index: int, dims: Mapping[str, int]) -> Dims:
         good = isinstance(dims, Mapping) and dims.keys() == set(self.names)
         if not good or any(
-            isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in dims.values()
+            isinstance(n, bool) or not isinstance(n, int) or n < min(1, self._smallest[name])
+            for name, n in dims.items()
         ):
             raise DataError(
                 f"sample {index}, dims({index}): got {dims}; expected an integer >= 1 for each of "
@@ -397,6 +402,8 @@ def _expected(dim: DimExpr, size: int) -> str:
     """Returns the sizes that a dim of a sample may have, and a remedy, as text."""
     if size > 0 and dim.name is not None and dim.divisor == 1 and dim.solve(size) is None:
         return f"expected a size that '{dim}' can have; cut or pad the sample to one"
+    if size == 0 and dim.name is not None:
+        return f"expected at least 1, or a bucket in which {dim.name} is 0; add one, or drop the sample"
     return "expected the same lengths in all its inputs, each at least 1; correct the sample"
 
 

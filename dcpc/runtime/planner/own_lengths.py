@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 
-from dcpc.buckets import Bucket, Sizes
+from dcpc.buckets import Bucket, Sizes, tokens_of
 from dcpc.ir import PlanRow
 from dcpc.runtime.planner.plans import PlannedMicroBatch
 
@@ -122,7 +121,7 @@ class OwnLengths:
     @staticmethod
     def _grid(most: int, length: int) -> tuple[int, int]:
         """Returns the lengths around one at which seconds are predicted, for a bucket's length."""
-        part = -(-most // _PARTS)
+        part = max(1, -(-most // _PARTS))
         after = min(most, -(-length // part) * part)
         return min(after, max(1, (length // part) * part)), after
 
@@ -153,7 +152,7 @@ class BatchLengths:
 
         def size(sample: tuple[int, Bucket]) -> tuple[int, Dims]:
             dims = self.padded(sample[1], [sample[0]])
-            return -prod(n for _, n in dims), dims
+            return -tokens_of(n for _, n in dims), dims
 
         return sorted(samples, key=size)
 

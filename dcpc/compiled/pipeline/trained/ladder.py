@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
-from dcpc.buckets import Bucket, Sizes
+from dcpc.buckets import Bucket, Sizes, tokens_of
 from dcpc.runtime.planner.own_lengths import BatchLengths, Dims
 
 PARTS = 16  # of a bucket's lengths: a price at each
@@ -51,7 +50,7 @@ class Ladder:
             return cls(places, tuple(b.sizes for b in buckets), tuple(range(len(buckets))))
         own = [lengths.padded(bucket, [i]) for i, bucket in samples]
         order = sorted(range(len(samples)), key=lambda k: (
-            numbers[samples[k][1]], prod(n for _, n in own[k]), own[k]))  # fmt: skip
+            numbers[samples[k][1]], tokens_of(n for _, n in own[k]), own[k]))  # fmt: skip
         found, steps = [0] * len(samples), list[tuple[int, Dims]]()
         before, reached = None, dict[str, int]()
         for k in order:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import gcd, prod
+from math import gcd
 
-from dcpc.buckets import Bucket
+from dcpc.buckets import Bucket, tokens_of
 from dcpc.buckets.choosing import DEFAULT_PADDING, best_shapes, padded_cost
 from dcpc.runtime.planner.own_lengths import Dims, OwnLengths
 
@@ -40,13 +40,13 @@ def padding_advice(
     names = [name for name, _ in buckets[0].shape_key]
     steps = [gcd(_LARGEST_STEP, *(b[name] for b in buckets)) for name in names]
     shapes = {tuple(size for _, size in sorted(dims)): n for dims, n in counts.items()}
-    tokens = sum(n * prod(shape) for shape, n in shapes.items())
+    tokens = sum(n * tokens_of(shape) for shape, n in shapes.items())
     told: list[str] = []
     for most, padding in ((len(buckets), None), (None, DEFAULT_PADDING)):
         chosen = best_shapes(shapes, steps, most, padding)
         if chosen is None:
             continue
-        left = 1 - tokens / padded_cost(shapes, chosen.shapes, prod)  # of lengths as they are
+        left = 1 - tokens / padded_cost(shapes, chosen.shapes, tokens_of)  # of lengths as they are
         if left < share * _WORTH_TELLING:
             every = [dict(zip(names, shape, strict=True)) for shape in chosen.shapes]
             shown = f": {', '.join(map(str, every[:8]))}" + ", ..." * (len(every) > 8)
@@ -59,10 +59,10 @@ def padding_advice(
 
 def _padding_alone(own: OwnLengths, buckets: Sequence[Bucket], counts: Mapping[Dims, int]) -> float:
     """Returns padding's share if each sample were a micro-batch."""
-    ascending = sorted(buckets, key=lambda b: (prod(n for _, n in b.shape_key), b.shape_key))
+    ascending = sorted(buckets, key=lambda b: (b.tokens, b.shape_key))
     tokens = padded = 0
     for dims, count in counts.items():
         home = next(b for b in ascending if all(n <= b[name] for name, n in dims))
-        tokens += count * prod(n for _, n in dims)
-        padded += count * prod(n for _, n in own.padded(home, tuple(sorted(dims))))
+        tokens += count * tokens_of(n for _, n in dims)
+        padded += count * tokens_of(n for _, n in own.padded(home, tuple(sorted(dims))))
     return 1 - tokens / padded

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from math import prod
 
 import numpy as np
 
-from dcpc.buckets import Bucket
+from dcpc.buckets import Bucket, tokens_of
 from dcpc.ir import PlanRow
 from dcpc.runtime.planner.own_lengths import BatchLengths
 from dcpc.runtime.planner.plans import PlannedMicroBatch
@@ -77,7 +76,7 @@ def split_by_length(
     if len(ids) > MOST_SAMPLES:
         return None
     padded = {i: lengths.padded(bucket, [i]) for i in ids}
-    ladder = sorted(set(padded.values()), key=lambda dims: (prod(n for _, n in dims), dims))
+    ladder = sorted(set(padded.values()), key=lambda dims: (tokens_of(n for _, n in dims), dims))
     most = max(row.micro_batch for row in rows)
     points = [lengths.own.points(bucket, rows, dims, most) for dims in ladder]
     priced = [[replace(rows[0], micro_batch=n, seconds_s=s) for n, s in own] for own in points]
