@@ -270,7 +270,7 @@ def _merged(counts: Mapping[Shape, int], cost: Cost) -> list[list[Shape]]:
 
 
 def _coarse(counts: Mapping[Shape, int]) -> dict[Shape, int]:
-    """Shapes, at most `_MOST_SHAPES` if dims of 0 and 1 allow it, that hold all others: with samples."""
+    """Shapes, at most `_MOST_SHAPES` if dims of 0 and 1 allow it, that hold all others."""
     found = dict(counts)
     if len(counts) <= _MOST_SHAPES:
         return found

@@ -80,7 +80,7 @@ class Bucket:
 
     @property
     def tokens(self) -> int:
-        """Product of the lengths of one sample, of which 0 counts as 1: buckets are in its order."""
+        """Product of a sample's lengths, of which 0 counts as 1: buckets are in its order."""
         return tokens_of(size for _, size in self.shape_key)
 
     def __getitem__(self, name: str) -> int:
@@ -211,11 +211,11 @@ class Buckets:
 
     @property
     def smallest(self) -> dict[str, int]:
-        """The shortest length of each named dim over the buckets. Only where it is 0 may one be 0."""
+        """Shortest length of each named dim over the buckets. Only if it is 0 may one be 0."""
         return {name: self.range_of(name)[0] for name in self.names}
 
     def completed(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns inputs by name, those that are lacking and empty in some bucket as empty tensors."""
+        """Returns inputs by name; one that is lacking, and may be empty, is an empty tensor."""
         return completed(self.inputs, given, self.smallest)
 
     def by_trace(self) -> dict[Fixed, "Buckets"]:
@@ -403,7 +403,8 @@ class Buckets:
                 if value is None:
                     self._refuse(
                         f"argument '{arg}': got {size} in dim {i}, shape {tuple(shapes[arg])}; "
-                        f"expected '{dim}' for an integer {dim.name} >= {least}; correct this argument"
+                        f"expected '{dim}' for an integer {dim.name} >= {least}; correct this "
+                        "argument"
                     )
                 dims[dim.name] = value
         return dims

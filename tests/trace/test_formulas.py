@@ -37,6 +37,19 @@ def judged(formula) -> str:
     return f"{found.kind} {found.text}".strip()
 
 
+TYPES = {
+    "is": lambda y, h: y.exp() if type(y) is torch.Tensor else y,
+    "one of": lambda y, h: y.exp() if type(y) in (list, torch.Tensor) else y,
+    "of others": lambda y, h: y.exp() if type(h) is not list and isinstance(int, type) else y,
+}
+
+
+@pytest.mark.parametrize("name", [*TYPES])
+def test_the_type_of_a_tensor_is_that_without_a_trace(name):
+    assert judged(TYPES[name]) == "right"
+    assert "type" not in globals()
+
+
 NUMBERS = {
     "sqrt": lambda y, h: y / math.sqrt(h),
     "sqrt of a formula": lambda y, h: y * math.sqrt(2 * h + 1),

@@ -403,7 +403,7 @@ def _expected(dim: DimExpr, size: int) -> str:
     if size > 0 and dim.name is not None and dim.divisor == 1 and dim.solve(size) is None:
         return f"expected a size that '{dim}' can have; cut or pad the sample to one"
     if size == 0 and dim.name is not None:
-        return f"expected at least 1, or a bucket in which {dim.name} is 0; add one, or drop the sample"
+        return f"expected at least 1, or a bucket whose {dim.name} is 0; add one or drop the sample"
     return "expected the same lengths in all its inputs, each at least 1; correct the sample"
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
+from dcpc.fx.own_ops import is_own
 from dcpc.fx.torch_api.tags import is_pointwise
 
 
@@ -121,7 +122,7 @@ ELEMENTS: Mapping[str, int] = {
 
 def elementwise(op: torch._ops.OpOverload) -> tuple[str, int]:
     """Returns the class of an op that is no product, and its FLOPs an element."""
-    name = op._schema.name.split("::")[1]
+    name = "" if is_own(op) else op._schema.name.split("::")[1]
     if name in COPIES:
         return "copy", 0
     if name in ELEMENTS:

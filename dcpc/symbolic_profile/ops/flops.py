@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from dcpc.fx.own_ops import Counts, counted_costs, is_own
 from dcpc.ir import Work
 from dcpc.ops.bundles import messages
 from dcpc.symbolic_profile.ops import attention
@@ -55,7 +56,18 @@ def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1, *, forward: bool = T
         flops, moved, sent, count = _ring(node, facts, ranks, bytes_moved)
         return Work("attention", forward, dtype, ranks, 1, flops, moved, sent, name, count)
     op_class, flops = _flops(node, facts, name.split("::")[1], fresh)
+    counting = op_class == "unpriced" and is_own(node.target)
+    if counting and (counts := own_counts(node, facts)) is not None:
+        op_class, flops = ("matmul", counts[0]) if counts[0] != 0 else ("reduction", flops)
+        bytes_moved = counts[1]
     return Work(op_class, forward, dtype, 1, 1, flops, bytes_moved, ZERO)
+
+
+def own_counts(node: fx.Node, facts: Facts) -> Counts | None:
+    """Returns `counted_costs` of a call; None where its kernel says nothing."""
+    found = {n: facts.of(n) for n in node.all_input_nodes}
+    shapes = {n: own[0].shape if own else (facts.size(n),) for n, own in found.items()}
+    return counted_costs(node, shapes)
 
 
 def _dtype(node: fx.Node, facts: Facts) -> torch.dtype:
@@ -68,6 +80,10 @@ def _dtype(node: fx.Node, facts: Facts) -> torch.dtype:
 def _flops(
     node: fx.Node, facts: Facts, name: str, fresh: tuple[TensorFacts, ...]
 ) -> tuple[str, sympy.Expr]:
+    if is_own(node.target):
+        registered = _registered(node, facts)
+        elements = total((_largest(*fresh, *facts.inputs(node)),))
+        return ("unpriced", elements) if registered is None else ("matmul", registered)
     if name.startswith("attention_"):
         return "attention", _widths(node, facts, attention.pairs(node, facts))
     if name.startswith("_scaled_dot_product_"):
@@ -166,7 +182,7 @@ def _bytes_moved(node: fx.Node, facts: Facts, fresh: tuple[TensorFacts, ...]) ->
     """Returns the bytes of the inputs as read and of the fresh outputs as written."""
     written = [t.size_bytes for t in fresh]
     inputs = facts.inputs(node)
-    if op_name(node).split("::")[1] in LOOKUPS and inputs:
+    if op_name(node).split("::")[1] in LOOKUPS and inputs and not is_own(node.target):
         _, *indices = inputs
         return total((*written, *written, *(t.size_bytes for t in indices)))
     return total((*written, *(t.read_bytes for t in inputs)))

@@ -20,12 +20,13 @@ import torch
 from torch import fx
 from torch.utils._sympy.functions import CeilDiv
 
+from dcpc.fx.own_ops import is_own
 from dcpc.fx.torch_api.tags import is_pointwise
 from dcpc.ops.attention import Capability
 from dcpc.symbolic_profile.ops import attention
 from dcpc.symbolic_profile.ops.convolutions import convolution, convolution_backward
 from dcpc.symbolic_profile.ops.facts import CallFacts, Facts, argument, op_name, ranks_of, total
-from dcpc.symbolic_profile.ops.flops import ZERO, halo_bytes, row_messages
+from dcpc.symbolic_profile.ops.flops import ZERO, halo_bytes, own_counts, row_messages
 from dcpc.symbolic_profile.ops.gpu_transients import GPU_TRANSIENTS
 from dcpc.symbolic_profile.ops.kernel_transients import KERNELS, copies, half
 from dcpc.symbolic_profile.ops.tile_costs import tile_bytes
@@ -252,6 +253,9 @@ def transient_bytes(
     if formula is not None:
         # What stands for a GPU's kernels must not depend on the machine that plans.
         return formula(CallFacts(node, facts, threads if gpu is None else 1, gpu))
+    if is_own(node.target):
+        counts = own_counts(node, facts)
+        return ZERO if counts is None else larger(ZERO, *counts[2])
     if gpu is not None or not isinstance(node.target, torch._ops.OpOverload):
         return ZERO
     return _promoted(CallFacts(node, facts, threads))

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from dcpc.fx.torch_api.tracing import OP_TYPES
 
@@ -71,11 +73,29 @@ class SymbolicFunction(metaclass=_OneOfThese):
     """Type of the number functions that a graph may call: `torch._sym_log2` and the like."""
 
 
+class _TypeOfTensors(type):
+    """Metaclass with which `_TypeOf` is `type`, but that a fake tensor's type is a tensor's."""
+
+    def __call__(cls, *given: Any, **more: Any) -> Any:
+        found = type(*given, **more)
+        if len(given) > 1 or not issubclass(found, FakeTensor | FunctionalTensor):
+            return found
+        return nn.Parameter if isinstance(given[0], nn.Parameter) else torch.Tensor
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, type)
+
+
+class _TypeOf(metaclass=_TypeOfTensors):
+    """What forward gets for `type`."""
+
+
 @contextmanager
 def math_of_sizes(model: nn.Module) -> Iterator[None]:
     """Makes the functions of `math` accept symbolic lengths, process-wide, within its block.
 
     It also lets torch.export accept calls of these functions; by itself it accepts only `sym_sqrt`.
+    In the files of the model's own modules `type(x)` of a tensor is as without a trace.
     """
     kept = {name: getattr(math, name) for name in FUNCTIONS}
     changed = {own: _either(FUNCTIONS[name], own) for name, own in kept.items()}
@@ -90,7 +110,11 @@ def math_of_sizes(model: nn.Module) -> Iterator[None]:
         for name, value in vars(sys.modules[file]).items()
         if isinstance(value, BuiltinFunctionType) and value in changed
     ]
+    theirs = [f for f in files & sys.modules.keys() - {"math"} if not f.startswith("torch.")]
+    typed = [vars(sys.modules[f]) for f in theirs if not hasattr(sys.modules[f], "type")]
     try:
+        for space in typed:
+            space["type"] = _TypeOf
         for space, name, own in places:
             space[name] = changed[own]
         with OP_TYPES.replaced(more):
@@ -98,3 +122,5 @@ def math_of_sizes(model: nn.Module) -> Iterator[None]:
     finally:
         for space, name, own in places:
             space[name] = own
+        for space in typed:
+            del space["type"]
