@@ -6,14 +6,13 @@ program ─► regions ─► program of tiles ─► sharding          (priced 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import sympy
 from torch import Tensor
 
-from dcpc.buckets import BATCH, Bucket
+from dcpc.buckets import Bucket
 from dcpc.codegen import Variant
 from dcpc.codegen.lower.tiles import ROWS, TiledCall, apply_tiles
 from dcpc.errors import PlanError
@@ -86,10 +85,9 @@ class TileLadder:
         if self._tile != "auto" or (isinstance(plan, BucketPlan) and not plan.menu_step):
             return
         whole = self.by_bucket[bucket]
-        rows = math.prod(size for name, size in bucket.sizes.items() if name != BATCH)
         for most, wider in TILES:
             wanted = wider == LOGITS or isinstance(plan, PlanError)
-            made = tiled(whole, most, wider) if wanted and most < rows else None
+            made = tiled(whole, most, wider) if wanted and most < bucket.tokens else None
             if made is not None:
                 self._of[id(made.priced)] = made
                 what = "logits" if wider == LOGITS else "logits and wide layers"
