@@ -247,7 +247,7 @@ class Branching(Tokens):
         (Mixing, {"between": "pad", "pad": PAD}, r"changes the loss at .*take others"),
         (Plain, {"between": "pad", "pad": {"ids": 0, "labels": 0}}, r"changes the loss at .*seq"),
         (Plain, {"between": "pad", "pad": {"ids": 0}}, r"got 'labels' of shape \(2, 7\) and no"),
-        (Plain, {"between": "cut"}, r"between='cut'; expected one of None, 'pad', 'compile'"),
+        (Plain, {"between": "cut"}, r"between='cut'; expected one of None, pad, compile"),
         (Plain, {"pad": PAD}, r"with between=None; expected what fills up"),
         (Plain, {"between": "pad", "pad": {"is": 0}}, r"pad={'is': 0}.*correct the names"),
     ],

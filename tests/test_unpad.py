@@ -386,7 +386,7 @@ def test_auto_asks_what_it_saves():
 
 
 def test_refuses_what_is_no_mode():
-    with pytest.raises(PlanError, match="unpad='always'; expected 'auto', True or False"):
+    with pytest.raises(PlanError, match="unpad='always'; expected one of auto, True, False"):
         compiled(encoder(), unpad="always")
 
 

@@ -16,7 +16,7 @@ from transformers import (
 
 from dcpc.verify.float64 import InFloat64
 
-VOCABULARY = 96
+VOCABULARY, TOKENS = 96, 64  # wide enough for tiles; of which samples have
 POSITIONS = {n: "int64[batch, seq]" for n in ("input_ids", "position_ids", "labels")}
 NUMBERS = {n: "int64[batch, seq]" for n in ("input_ids", "segment_ids", "position_ids", "labels")}
 FAMILIES = {
@@ -101,7 +101,7 @@ class Sequences:
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(i)
-        ids, labels = torch.randint(VOCABULARY, (2, self.lengths[i]), generator=generator)
+        ids, labels = torch.randint(TOKENS, (2, self.lengths[i]), generator=generator)
         labels[torch.rand(self.lengths[i], generator=generator) < 0.2] = -100
         return {"input_ids": ids, "labels": labels}
 

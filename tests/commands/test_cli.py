@@ -89,7 +89,7 @@ def test_loss_of_a_model_without_one_is_named(folder):
         return CliRunner().invoke(app, arguments)
 
     assert "sp" in planned("--loss", "cli_models:loss").stdout
-    assert "such as labels, is passed to it: loss=fn" in planned().stderr
+    assert "give what a loss takes to loss=fn" in planned().stderr
     assert "got nothing of this name in cli_models" in planned("--loss", "cli_models:los").stderr
 
 
@@ -204,7 +204,7 @@ def test_autocast_halves_what_is_saved(folder):
         return int(re.search(r"saved bytes = (\d+)·batch·seq", result.stdout)[1])
 
     assert saved("--autocast", "bfloat16") < 0.75 * saved()
-    assert "got --autocast int8; expected one of none" in run("plan", "--autocast", "int8").stderr
+    assert "got --autocast 'int8'; expected one of none" in run("plan", "--autocast", "int8").stderr
 
 
 def test_replay_takes_the_options_that_the_model_was_compiled_with(folder):

@@ -155,7 +155,7 @@ def test_source_of_one_length_needs_no_bucket(run):
 def test_a_wrong_assumption_is_said_with_what_it_led_to(run):
     result = run("plan", "PerSequence", "--seq", "16,64")
     assert result.exit_code == 1
-    assert "TraceError: the model cannot be captured" in result.stderr
+    assert "TraceError: the model's forward: got AssertionError" in result.stderr
     assert "assumed from PerSequence.forward(input_ids, labels)" in result.stderr
     assert "where that is wrong, correct it and pass it as --buckets" in result.stderr
 

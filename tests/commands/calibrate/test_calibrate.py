@@ -191,8 +191,8 @@ def test_one_under_autocast_is_taken_by_a_plan_under_it(folder):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("--device", "tpu"), "got --device tpu; expected one of auto, cpu, cuda"),
-        (("--autocast", "int8"), "got --autocast int8"),
+        (("--device", "tpu"), "got --device 'tpu'; expected one of auto, cpu, cuda"),
+        (("--autocast", "int8"), "got --autocast 'int8'"),
         (("--out", "."), "--out .: got a folder"),
     ],
 )

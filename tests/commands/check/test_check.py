@@ -46,7 +46,7 @@ def test_bad_models_are_refused_and_the_reason_is_named(file):
     names = ("replicated", "wrong", "drawing", "Logits", "unlabelled")
     for found in run_ranks(verdicts, 2, file, names, timeout_s=280):
         (replicated,), (wrong,), (drawing,), (logits,), (unlabelled,) = found
-        assert "TypeError: Logits.forward() got an unexpected" in unlabelled.error
+        assert "Logits.forward" in unlabelled.error
         assert logits.accepted, "its loss is that of --loss"
         assert replicated.worst < 1e-10
         assert ["accepted::centre" in p.replace(".", "::") for p in replicated.problems()] == [True]

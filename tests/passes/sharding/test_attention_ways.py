@@ -54,7 +54,7 @@ def test_one_lowering_is_all_that_is_left(gpt, lowering):
 
 
 def test_unknown_lowering_is_named(gpt):
-    with pytest.raises(PlanError, match="got attention='spiral'; expected 'auto' or one of heads"):
+    with pytest.raises(PlanError, match="got attention='spiral'; expected one of auto, heads"):
         restricted(gpt.program, gpt.sharding, "spiral")
 
 
