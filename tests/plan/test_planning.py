@@ -75,7 +75,7 @@ def test_wider_groups_are_tried_where_the_segments_of_others_do_not_fit(monkeypa
     (chosen,) = plan(model, buckets, **given).plans.values()
     assert chosen.sp == 8
     enough.clear()
-    with pytest.raises(dcpc.PlanError, match="run on more than 8 ranks"):
+    with pytest.raises(dcpc.PlanError, match="run on more ranks than 8"):
         plan(model, buckets, **given)
 
 
