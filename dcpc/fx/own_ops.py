@@ -23,7 +23,7 @@ Shape = tuple[sympy.Expr, ...]
 Counts = tuple[sympy.Expr, sympy.Expr, tuple[sympy.Expr, ...]]
 _FOUND: dict[str, Counts | None] = {}
 # Ops of these have tables by name; `mine::mm` is not torch's `mm`.
-_KNOWN = ("aten", "prims", "dcpc", "dcpc_function", "transformers")
+_KNOWN = ("aten", "prims", "dcpc", "dcpc_function", "dcpc_tile", "transformers")
 
 
 def is_own(op: object) -> bool:

@@ -56,7 +56,7 @@ class Tiling:
         exits: dtype, shape and dim of rows of each result; the number of rows is 0 in the shape.
         learns: indices of the operands that get a gradient.
         most: most rows of a tile.
-        backend: backend of the graphs that run.
+        target: backend and kernels of the graphs that run: costs are theirs.
         op: op of forward.
         back_op: op of backward.
         graphs: what runs and differentiates a tile; None: the body, and autograd.
@@ -70,7 +70,7 @@ class Tiling:
     exits: tuple[tuple[torch.dtype, tuple[int, ...], int], ...]
     learns: tuple[int, ...]
     most: int
-    backend: str
+    target: str
     op: OpOverload = field(init=False)
     back_op: OpOverload = field(init=False)
     graphs: TileGraphs | None = None
@@ -80,7 +80,7 @@ class Tiling:
     @property
     def name(self) -> str:
         """A name that is equal in all processes of a job."""
-        facts = self.rows, self.dtypes, self.exits, self.learns, self.most, self.backend
+        facts = self.rows, self.dtypes, self.exits, self.learns, self.most, self.target
         text = f"{self.body.code} {facts}"
         return f"Region_{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 

@@ -47,7 +47,9 @@ def in_tiles(
     regions = tile_regions(traced.program, traced.sharding, wider)
     if not regions:
         return None
-    program, calls = apply_tiles(traced.program, regions, most, traced.backend)
+    program, calls = apply_tiles(
+        traced.program, regions, most, f"{traced.backend} {traced.device.kernels_of}"
+    )
     for call in calls:
         if call.tiling.costs is None:
             _prepare(traced, call)

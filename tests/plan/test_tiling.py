@@ -13,6 +13,7 @@ from dcpc.api import plan
 from dcpc.ops.tiled import tiling_of
 from dcpc.passes.unpad.wide_rows import tile_regions
 from dcpc.plan.tiling import LOGITS, MLP, in_tiles
+from dcpc.symbolic_profile import find
 from examples.allocator import measured_peak_bytes
 from models.gpt import GPT, GPTConfig
 
@@ -174,6 +175,8 @@ def test_same_region_is_one_op():
     first, second = (in_tiles(traced(Head()), 16) for _ in range(2))
     assert ops_of(first.program) == ops_of(second.program)
     assert ops_of(in_tiles(traced(Head()), 17).program) != ops_of(first.program)
+    on_gpu = replace(traced(Head()), device=find("h100"))
+    assert ops_of(in_tiles(on_gpu, 16).program) != ops_of(first.program)  # other bytes
 
 
 def test_whole_program_is_what_was_captured():

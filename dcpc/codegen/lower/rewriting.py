@@ -70,12 +70,12 @@ class RowRewriting:
         raise NotImplementedError
 
     def removed(self, x: fx.Node, name: str, joined: Shape, at: int) -> fx.Node:
-        """Returns the rows of a value in whose dim `at` all positions of all samples are joined."""
-        raise NotImplementedError
+        """Returns the rows of a value whose dim `at` has all positions of all samples: these."""
+        return x
 
     def restored(self, x: fx.Node, name: str, joined: Shape, at: int) -> fx.Node:
-        """Returns a value with all positions of all samples in its dim of rows, `at`."""
-        raise NotImplementedError
+        """Returns a value with all positions of all samples in its dim of rows, `at`: itself."""
+        return x
 
     def _symbols(self) -> dict[sympy.Symbol, fx.Node]:
         """Returns a node for the length of each dim."""
@@ -164,16 +164,16 @@ class RowRewriting:
 
     # ---------------------------------------------------------------------------------- shapes
 
-    def _size(self, factor: Factor) -> sympy.Expr:
-        """Returns the size of a factor for values of valid rows."""
-        if factor.key == self.batch:
-            return sympy.Integer(1)
-        return self.rows if factor.key == self.seq else factor.size
+    def _size(self, factor: Factor, rows: sympy.Expr) -> sympy.Expr:
+        """Returns the size of a factor for values of so many rows, which are of one sample."""
+        if factor.key == self.seq:
+            return rows
+        return sympy.Integer(1) if factor.key == self.batch else factor.size
 
-    def shape(self, name: str) -> Shape:
-        """Returns the shape of a value of valid rows."""
-        dims = self.factors[name]
-        return tuple(sympy.Mul(*(self._size(f) for f in dim)) for dim in dims)
+    def shape(self, name: str, rows: sympy.Expr | None = None) -> Shape:
+        """Returns the shape of a value of rows; default: of all."""
+        dims, rows = self.factors[name], self.rows if rows is None else rows
+        return tuple(sympy.Mul(*(self._size(f, rows) for f in dim)) for dim in dims)
 
     def op(self, like: str, shape: Sequence[sympy.Expr], op: Callable[..., Any], *args: Any,
             **kwargs: Any) -> fx.Node:  # fmt: skip
@@ -207,7 +207,7 @@ class RowRewriting:
         x, shape = self.packed[name], self.program.info[name].shape
         sizes, order, at = self._row_major(name)
         factors = [f for dim in self.factors[name] for f in dim]
-        x = self.reshaped(x, name, [self._size(f) for f in factors])
+        x = self.reshaped(x, name, [self._size(f, self.rows) for f in factors])
         x = self._permuted(x, name, order)
         moved = [sizes[d] for d in order]
         joined = (*moved[:at], self.rows, *moved[at + 2 :])

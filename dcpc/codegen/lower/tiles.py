@@ -42,7 +42,7 @@ class TiledCall:
 
 
 def apply_tiles(
-    program: Program, regions: Sequence[TileRegion], most: int, backend: str
+    program: Program, regions: Sequence[TileRegion], most: int, target: str
 ) -> tuple[Program, tuple[TiledCall, ...]]:
     """Returns a program that runs the regions in tiles, and the regions.
 
@@ -50,18 +50,18 @@ def apply_tiles(
         program: traced model.
         regions: regions of it, none of which shares a call with another.
         most: most rows of a tile.
-        backend: "eager" or "inductor".
+        target: backend and kernels of the graphs that run, by which equal regions differ.
     """
-    rewriting = _InTiles(program, regions, most, backend)
+    rewriting = _InTiles(program, regions, most, target)
     found = rewriting.rewritten(graph_hash=f"{program.graph_hash} tiles of {most} rows")
     return found, tuple(rewriting.made)
 
 
 class _InTiles(RowRewriting):
     def __init__(
-        self, program: Program, regions: Sequence[TileRegion], most: int, backend: str
+        self, program: Program, regions: Sequence[TileRegion], most: int, target: str
     ) -> None:
-        self.most, self.backend = most, backend
+        self.most, self.target = most, target
         self.inside = {name for region in regions for name in region.calls}
         self.last = {region.calls[-1]: region for region in regions}
         self.made: list[TiledCall] = []
@@ -75,14 +75,6 @@ class _InTiles(RowRewriting):
             self.padded[node.name] = self.made_of(node, given, self.program.info[node.name].shape)
         elif node.name in self.last:
             self._region(self.last[node.name], node)
-
-    def removed(self, x: fx.Node, name: str, joined: Shape, at: int) -> fx.Node:
-        """Returns the value: all rows are computed."""
-        return x
-
-    def restored(self, x: fx.Node, name: str, joined: Shape, at: int) -> fx.Node:
-        """Returns the value: all rows are computed."""
-        return x
 
     def _region(self, region: TileRegion, last: fx.Node) -> None:
         sizes = {f.key: f.size for n in region.calls for dim in self.factors[n] for f in dim}
@@ -137,15 +129,7 @@ class _Body:
 
     def shape(self, name: str) -> Shape:
         """Returns a value's shape, of one sample."""
-        keys = self.region.rows
-
-        def size(key: int, whole: sympy.Expr) -> sympy.Expr:
-            if key == keys[-1]:
-                return self.rows
-            return sympy.Integer(1) if key == keys[0] else whole
-
-        dims = self.region.factors[name]
-        return tuple(sympy.Mul(*(size(f.key, f.size) for f in dim)) for dim in dims)
+        return self.of.shape(name, self.rows)
 
     def row_dim(self, name: str) -> int:
         """Returns the dim of rows of a value, -1 if it has none."""
@@ -190,7 +174,7 @@ class _Body:
                 exits=tuple(exits),
                 learns=self.region.learns,
                 most=self.of.most,
-                backend=self.of.backend,
+                target=self.of.target,
             )
         )
 
