@@ -405,10 +405,10 @@ class Dispatch:
         """
         unpadding = self.unpadding(bucket)
         pieces = self._planned.by_bucket[bucket].traced.program.pieces
-        if unpadding is None or self.store.in_rounds or (pieces and setting.sp > 1):
+        if unpadding is None or (pieces and setting.sp > 1):
             return None
         planned = {**bucket.sizes, BATCH: setting.micro_batch}
-        how = CallSetting(setting.sp, setting.menu_step, place, planned)
+        how = CallSetting(setting.sp, setting.menu_step, place, planned, self._gathering)
         rows = unpadding.rows(sizes, given, how)
         found = rows and unpadding.variant(sizes, rows, how)
         if not rows or not found:

@@ -98,22 +98,22 @@ SAME = {
 }
 # Runs, and what of it is not there.
 NOTES: Mapping[frozenset[str], str] = {
-    frozenset({"rounds", "unpad"}): "Calls run with their padding.",
     frozenset({"packing", "unpad"}): "Rows have sequences in place of padding.",
 }
 
 
 class Tagged(nn.Module):
-    """Two layers of attention over tokens that are not hidden; returns logits, and a loss.
+    """Two layers of attention over tokens that are not hidden; returns logits, or a loss, or both.
 
     Args:
         own_loss: whether forward makes the loss.
+        outputs: whether it returns logits beside it: their padded rows are computed then.
     """
 
-    def __init__(self, own_loss: bool) -> None:
+    def __init__(self, own_loss: bool, outputs: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.own_loss = own_loss
+        self.own_loss, self.outputs = own_loss, outputs
         self.embed, self.out = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
         self.qkv = nn.ModuleList(nn.Linear(16, 48) for _ in range(2))
         self.double()
@@ -130,14 +130,15 @@ class Tagged(nn.Module):
         found = {"logits": self.out(x)}
         if self.own_loss:
             assert labels is not None, "its inputs have them"
-            found["loss"] = cross_entropy(found, labels)
+            loss = cross_entropy(found, labels)
+            return {**found, "loss": loss} if self.outputs else {"loss": loss}
         return found
 
 
 class Packed(Documents):
     """Documents whose forward may return logits alone."""
 
-    def __init__(self, own_loss: bool) -> None:
+    def __init__(self, own_loss: bool, outputs: bool) -> None:
         super().__init__()
         self.own_loss = own_loss
 
@@ -195,9 +196,10 @@ class Together:
     Args:
         names: of the choices.
         folder: for checkpoints.
+        told: more options of `dcpc.compile`.
     """
 
-    def __init__(self, names: Iterable[str], folder: str) -> None:
+    def __init__(self, names: Iterable[str], folder: str, **told: Any) -> None:
         own = [c for c in CHOICES if c.name in {*names}]
         self.folder, self.more = folder, {c.more for c in own}
         self.options: dict[str, Any] = {"backend": "eager", "device": SPLITTING, "verify": "off"}
@@ -205,19 +207,22 @@ class Together:
         for c in own:
             self.options |= c.compile
             loader |= c.loader
+        self.options |= told
         if "attention" in names and "pipeline" not in names:
             self.options.setdefault("sp", 2)
         self.packing = "packing" in loader
         kind = Packed if self.packing else Tagged
         self.autocast = self.options.get("autocast")
         dtype = torch.float64 if self.autocast is None else torch.float32
-        own_loss = "loss" not in self.options
-        self.alone, self.model = kind(own_loss).to(dtype), kind(own_loss).to(dtype)
+        returns = "loss" not in self.options, "outputs" in self.more
+        self.alone, self.model = (kind(*returns).to(dtype) for _ in range(2))
         self.data = Samples(self.packing)
         buckets = dcpc.Buckets(NUMBERS if self.packing else INPUTS, [{"seq": 8}, {"seq": 16}])
         self.compiled = dcpc.compile(self.model, buckets, **self.options)
         if not self.packing:
             loader["pad"] = PAD
+            if "unpad" in names:  # without padding there is none to leave out
+                loader["pad_to_multiple_of"] = 8
         data = Streamed(self.data) if "stream" in self.more else self.data
         self.loader = dcpc.DataLoader(
             data, self.compiled, tokens_per_step=48, weight="labels", **loader
@@ -228,7 +233,9 @@ class Together:
         given = {n: x for n, x in inputs.items() if n != "labels" or self.alone.own_loss}
         with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
             found = self.alone(**given)
-            return {"loss": cross_entropy(found, inputs["labels"]), **found}
+            if "loss" in found:
+                return found
+            return {**found, "loss": cross_entropy(found, inputs["labels"])}
 
     def errors(self) -> Iterable[float]:
         """Yields how far each number is from the plain model's."""

@@ -10,6 +10,7 @@ import dcpc
 from dcpc.compiled.unpadding.valid_rows import ValidRows
 from dcpc.errors import VerifyError
 from dcpc.trace.loss import find_loss
+from tests.cases.combinations import Together
 from tests.cases.exactness import SPLITTING, compiled_error, gradient_error, loss_error, wrong
 from tests.cases.exactness import plain as of_plain
 from tests.cases.launch import run_prepared, run_ranks
@@ -160,3 +161,25 @@ def test_steps_of_the_loader_leave_padding_out_on_two_ranks():
     found = run_prepared(ready, loader_errors, 2, *given, timeout_s=280)
     assert len(found[0]) > 2
     assert not wrong(found, 1e-10)
+
+
+def errors_in_rounds(rank: int, more: dict) -> tuple[float, int, str]:
+    warnings.simplefilter("ignore")
+    pair = Together(("rounds", "unpad"), "", **more)
+    worst = max(pair.errors())
+    return worst, pair.compiled.stats().unpadded, pair.compiled.report()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"verify": "auto"},
+        pytest.param({"recompute": "all", "sp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_of_a_round_gather_together_and_leave_padding_out(more):
+    found = run_ranks(errors_in_rounds, 2, more, timeout_s=120)
+    assert max(worst for worst, _, _ in found) <= 1e-10
+    assert sum(unpadded for _, unpadded, _ in found) > 0
+    if more.get("verify"):
+        assert any("without padding: loss and every gradient" in said for *_, said in found)

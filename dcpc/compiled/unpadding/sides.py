@@ -38,12 +38,14 @@ class CallSetting:
         menu_step: steps of recompute of the program with padding.
         place: place of this rank among them.
         sizes: lengths of the calls that its placement is made for.
+        gathers_again: units of parameters that this round gathers again in backward.
     """
 
     sp: int
     menu_step: int
     place: int
     sizes: Sizes
+    gathers_again: frozenset[int] | None = None
 
     @property
     def key(self) -> tuple[object, ...]:

@@ -163,7 +163,8 @@ class Unpadding:
             return None
         side = self._last(rows)
         sizes = side.sizes(sizes, rows.sides)
-        return side.runnable.variant(side.placement(how), step, sizes, how.place)
+        again = how.gathers_again
+        return side.runnable.variant(side.placement(how), step, sizes, how.place, again)
 
     def compare(
         self, sizes: Sizes, inputs: Mapping[str, Tensor], rows: RowsOfCall, how: CallSetting
@@ -206,8 +207,11 @@ class Unpadding:
     def _compared_by(
         self, sizes: Sizes, rows: RowsOfCall, how: CallSetting
     ) -> tuple[Variant, tuple[int, ...]] | tuple[LoweredPair, Partition] | None:
-        """Returns the graphs that a call is compared by: on one rank its variant."""
-        if how.sp == 1:
+        """Returns the graphs that a call is compared by: a variant on one rank that gathers none.
+
+        Else the lowered graphs of all ranks, which take parameters whole.
+        """
+        if how.sp == 1 and self._whole.traced.units is None:
             return self.variant(sizes, rows, replace(how, menu_step=0))
         side = self._last(rows)
         runnable, placement, hints = side.runnable, side.placement(how), None
@@ -215,7 +219,8 @@ class Unpadding:
         if traced.backend != "eager":  # graphs for Inductor are traced alone, for these few rows
             dims = traced.program.dims(side.sizes(sizes, rows.sides))
             hints = next(runnable.hints(placement, traced.backend, dims, how.place))
-        return traced.lowering(placement, hints), runnable.partition(placement, 0, hints)
+        whole = traced.lowering(placement, hints, gathers=False)
+        return whole, runnable.partition(placement, 0, hints, gathers=False)
 
     def _few(
         self, sizes: Sizes, inputs: Mapping[str, Tensor]
