@@ -314,12 +314,7 @@ class Buckets:
     def holding(
         self, sizes: Mapping[str, int], right: Callable[[Bucket], bool] = lambda bucket: True
     ) -> Bucket | None:
-        """Returns the smallest bucket with each dim as long or longer; None: none has room.
-
-        Args:
-            sizes: length of each name.
-            right: tells which buckets may be taken.
-        """
+        """Returns the smallest bucket with each dim as long or longer; None: none has room."""
         fits = [b for b in self if all(sizes[n] <= size for n, size in b.shape_key) and right(b)]
         return min(fits, key=lambda b: (b.tokens, b.shape_key), default=None)
 

@@ -176,13 +176,7 @@ def _constant(text: str, dim: str) -> int:
 def completed(
     specs: Mapping[str, InputSpec], given: Mapping[str, Any], smallest: Sizes
 ) -> dict[str, Any]:
-    """Returns inputs, with an empty tensor for each that is lacking or None and may be empty.
-
-    Args:
-        specs: spec of each input.
-        given: tensors by input name.
-        smallest: shortest length of each dim: that of a dim which no given input has.
-    """
+    """Returns inputs, with an empty tensor for each that is lacking or None and may be empty."""
     found, sizes, device = dict(given), dict(smallest), None
     lacking = [name for name in specs if given.get(name) is None]
     for name, x in given.items() if lacking else ():

@@ -111,13 +111,7 @@ def filled_up(
 
 
 def length_edition(editions: Editions, base: Edition, inputs: Mapping[str, Tensor]) -> Edition:
-    """Returns the edition of a batch's very lengths.
-
-    Args:
-        editions: editions of the model.
-        base: edition of the mode that it is in.
-        inputs: tensors by input name.
-    """
+    """Returns the edition of a batch's very lengths."""
     bucket, sizes = base.buckets.match(*shapes_and_dtypes(inputs))
     if all(sizes[name] == size for name, size in bucket.shape_key):
         return base

@@ -110,10 +110,6 @@ class GatherUnits:
 
         A unit is gathered before the gradients of the one after it are summed, so that it is there
         when backward reaches it.
-
-        Args:
-            summed: units with a parameter that has a gradient.
-            again: units that backward gathers again.
         """
         found: list[tuple[str, int]] = []
         for k in reversed(range(len(self.units))):

@@ -143,10 +143,6 @@ def copies_of(program: Program) -> dict[str, object]:
 def gathering(traces: Sequence[Traced], ranks: int) -> list[Traced]:
     """Returns traces of one model whose graphs gather parameters, the same units in the same order.
 
-    Args:
-        traces: traces of the model; the units are made from the one that reads the most parameters.
-        ranks: number of ranks that shard the parameters.
-
     Raises:
         PlanError: a trace lacks one of the parameters.
     """

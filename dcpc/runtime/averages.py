@@ -28,13 +28,7 @@ class RunningAverages:
 
     @torch.no_grad()
     def take(self, held: Sequence[Tensor], new: Sequence[Tensor], samples: float) -> None:
-        """Takes the statistics after a micro-batch.
-
-        Args:
-            held: buffers of the model.
-            new: the value of each.
-            samples: samples of the micro-batch, divided by the ranks that run it.
-        """
+        """Takes the statistics after a micro-batch."""
         for buffer, value in zip(held, new, strict=True):
             buffer.copy_(value)
         self._samples += samples

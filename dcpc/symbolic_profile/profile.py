@@ -308,13 +308,7 @@ class Ledger:
 
 
 def tile_costs(ledger: Ledger, costs: Costs, rows: sympy.Symbol) -> TileCosts:
-    """Returns the costs of a program of some rows as those of a tile.
-
-    Args:
-        ledger: ledger of the program's graph.
-        costs: its costs.
-        rows: symbol of the number of rows.
-    """
+    """Returns the costs of a program of some rows as those of a tile."""
     found: dict[bool, list[Work]] = {True: [], False: []}
     for node, forward, count in costs.calls:
         for w in ledger.work(node, forward=forward):

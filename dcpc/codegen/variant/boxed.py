@@ -118,9 +118,6 @@ def _without_idle_views(graph: fx.Graph) -> None:
     """Removes calls whose result is a tensor that there is already, in place.
 
     What the graph returns stays: a result must not be the same object as an input.
-
-    Args:
-        graph: graph of ATen's ops.
     """
     returned = {*graph.output_node().all_input_nodes}
     for node in [*graph.nodes]:

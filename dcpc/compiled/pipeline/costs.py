@@ -327,10 +327,5 @@ def _blocks_of(program: Program, chain: CallChain) -> dict[str, int]:
 
 
 def mixture_dims(program: Program, mixture: Sequence[MixedBucket]) -> dict[sympy.Symbol, int]:
-    """Returns the lengths of the largest shape of a mixture.
-
-    Args:
-        program: program whose dims they are.
-        mixture: shapes.
-    """
+    """Returns the lengths of the largest shape of a mixture."""
     return program.dims(max((b.sizes for b in mixture), key=lambda s: sum(s.values())))

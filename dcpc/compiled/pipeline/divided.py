@@ -120,13 +120,7 @@ class StageParts:
         return self._runs[id(variant)][1]
 
     def costs(self, placement: Placement, menu_step: int, sizes: Sizes) -> PartCosts | None:
-        """Returns the costs of both parts; None: there is one, or Inductor runs it as a whole.
-
-        Args:
-            placement: placement of the program.
-            menu_step: steps of recompute.
-            sizes: lengths of a micro-batch.
-        """
+        """Returns the costs of both parts; None: there is one, or Inductor runs it as a whole."""
         traced = self._runnable.traced
         if traced.backend != "eager" or not traced.program.begins:
             return None

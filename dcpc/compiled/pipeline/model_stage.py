@@ -63,12 +63,7 @@ class StageState:
 
     @classmethod
     def of(cls, programs: Sequence[ProgramStage], optimizer: OptimizerMemory) -> StageState:
-        """Returns the memory that a rank keeps for a stage.
-
-        Args:
-            programs: programs of the stage that the rank runs.
-            optimizer: memory of the optimizer of its parameters.
-        """
+        """Returns the memory that a rank keeps for a stage."""
         held: dict[int, Tensor] = {}
         learning: dict[int, nn.Parameter] = {}
         for each in programs:
@@ -87,12 +82,7 @@ class StageState:
 
 
 def states_of(learned: Sequence[nn.Parameter], optimizer: OptimizerMemory) -> dict[int, int]:
-    """Returns id of a parameter -> bytes that a rank keeps of its optimizer's state.
-
-    Args:
-        learned: parameters of a stage.
-        optimizer: memory of their optimizer.
-    """
+    """Returns id of a parameter -> bytes that a rank keeps of its optimizer's state."""
     own = _rows_of(learned, optimizer)
     states = optimizer.state_bytes(learned, own)
     return {id(p): states.get(id(q), 0) for p, q in zip(learned, own, strict=True)}

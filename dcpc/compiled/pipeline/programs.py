@@ -57,12 +57,7 @@ def size_named(name: str) -> int:
 def sizes_of_shapes(
     program: Program, known: Iterable[tuple[TensorInfo, torch.Tensor]]
 ) -> dict[str, int]:
-    """Returns the length of each dim that the shapes of values say.
-
-    Args:
-        program: program with these dims.
-        known: each value, with its shape in symbols.
-    """
+    """Returns the length of each dim that the shapes of values say."""
     # A dim that is 1 in all of the trace's buckets, or static, is a number in every shape.
     ones = {n: 1 for n, hint in program.hints.items() if hint == 1}
     found = program.dims({**ones, **dict(program.fixed)})

@@ -39,11 +39,7 @@ class ScheduledStages:
     )
 
     def at(self, sizes: Sequence[Sizes]) -> ScheduledStages:
-        """Returns the same costs by another row of lengths; what is known of sizes stays known.
-
-        Args:
-            sizes: sizes of each "length".
-        """
+        """Returns the same costs by another row of lengths; what is known of sizes stays known."""
         return replace(self, sizes_of=sizes.__getitem__)
 
     @property

@@ -108,11 +108,7 @@ class ProgramStage:
         return self._with(menu_step=menu_step)
 
     def within(self, buckets: Sequence[Bucket]) -> ProgramStage:
-        """Returns the same stage, which runs a micro-batch by the placement of its bucket.
-
-        Args:
-            buckets: buckets of its trace.
-        """
+        """Returns the same stage, which runs a micro-batch by the placement of its bucket."""
         ascending = sorted(buckets, key=lambda b: (b.tokens, b.shape_key))
         return self._with(_homes=tuple(ascending))
 
@@ -121,11 +117,7 @@ class ProgramStage:
         return self._with(lane=lane)
 
     def placed_at(self, sizes: Mapping[str, int]) -> ProgramStage:
-        """Returns the same stage with one placement, for all sizes; graphs are shared.
-
-        Args:
-            sizes: lengths that the placement is made for.
-        """
+        """Returns the same stage with one placement, for all sizes; graphs are shared."""
         return self._with(_placed_at=sizes)
 
     def _with(self, **changed: Any) -> ProgramStage:

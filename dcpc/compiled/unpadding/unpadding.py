@@ -50,11 +50,6 @@ class RowsOfCall:
 def fewest_steps(steps: int, peak_bytes: Callable[[int], int], limit_bytes: int) -> int | None:
     """Returns the fewest of some shares of the steps of recompute whose peak is within a limit.
 
-    Args:
-        steps: number of steps of the menu.
-        peak_bytes: steps taken -> predicted peak.
-        limit_bytes: largest peak.
-
     Returns:
         The number of steps; None: the peak is above the limit with each.
     """
@@ -151,11 +146,6 @@ class Unpadding:
 
         It is predicted to need no more memory than the same call with padding; None: that is not
         possible.
-
-        Args:
-            sizes: lengths, as for `rows`.
-            rows: valid rows.
-            how: setting, as for `rows`.
         """
         limit_bytes = self._padded(how).predict(how.menu_step, sizes).peak_bytes
         step = self.step_within(sizes, rows, how, limit_bytes)
@@ -241,14 +231,7 @@ class Unpadding:
     def step_within(
         self, sizes: Sizes, rows: RowsOfCall, how: CallSetting, limit_bytes: int
     ) -> int | None:
-        """Returns the fewest steps of recompute of which the predicted peak is not above a limit.
-
-        Args:
-            sizes: lengths, as for `rows`.
-            rows: valid rows.
-            how: setting, as for `rows`.
-            limit_bytes: largest bytes of activations and gradients.
-        """
+        """Returns the fewest steps of recompute of which the predicted peak is within a limit."""
         side = self._last(rows)
         sizes = side.sizes(sizes, rows.sides)
         study = side.study(how)

@@ -65,12 +65,7 @@ def shared_out(model: nn.Module) -> bool:
 
 
 def shares(parameters: Iterable[nn.Parameter], world: int) -> list[nn.Parameter]:
-    """Returns parameters on the meta device like the rows of the rank that has most of them.
-
-    Args:
-        parameters: parameters of the model.
-        world: number of ranks.
-    """
+    """Returns parameters on the meta device like the rows of the rank that has most of them."""
     return [
         nn.Parameter(p.new_empty(SharedRows(p.shape, world).shape_of(0), device="meta"),
                      requires_grad=p.requires_grad)

@@ -229,10 +229,6 @@ class RowStore(ParameterStore):
     def load(self, values: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
         """Writes the rows of values that are `DTensor`s; collective over all ranks.
 
-        Args:
-            values: state dict to load.
-            model: model that will load it.
-
         Returns:
             The state dict, with the whole parameters in place of these.
         """

@@ -72,12 +72,7 @@ class SharedMemory:
         weakref.finalize(self, os.close, fd)
 
     def at(self, start: int, size_bytes: int) -> torch.UntypedStorage:
-        """Returns some of the bytes, as memory of their own.
-
-        Args:
-            start: offset of the first byte.
-            size_bytes: number of bytes, at least 1.
-        """
+        """Returns some of the bytes, as memory of their own."""
         raw = torch.frombuffer(self._map, dtype=torch.uint8, count=size_bytes, offset=start)
         return raw.untyped_storage()
 

@@ -63,9 +63,6 @@ class ParameterStore(ABC):
     def follow(self, parameters: Iterable[nn.Parameter]) -> DispatchError | None:
         """Takes the model's parameters as they are now: some may be others.
 
-        Args:
-            parameters: parameters of the model.
-
         Returns:
             Reason why no step can be taken; None: there is none.
         """

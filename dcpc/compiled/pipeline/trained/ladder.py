@@ -37,13 +37,7 @@ class Ladder:
         buckets: Sequence[Bucket],
         lengths: BatchLengths | None = None,
     ) -> Ladder:
-        """Returns the places of samples.
-
-        Args:
-            samples: id and bucket of each sample.
-            buckets: all buckets.
-            lengths: lengths that samples are run at; None: at their buckets'.
-        """
+        """Returns the places of samples."""
         numbers = {bucket: n for n, bucket in enumerate(buckets)}
         if lengths is None:
             places = tuple(numbers[bucket] for _, bucket in samples)

@@ -62,9 +62,6 @@ class OwnStages:
     def of(self, traced: Traced) -> StageOfProgram:
         """Returns the stages of a program.
 
-        Args:
-            traced: program of the model.
-
         Raises:
             PlanError: it cannot be cut between the same parameters.
         """

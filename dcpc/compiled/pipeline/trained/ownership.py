@@ -192,11 +192,7 @@ class AgreedStages(AgreedState):
         """Does nothing: a step compares the next share as ever."""
 
     def of_step(self, problem: DcpcError | None) -> StepState:
-        """Returns the first problem, for all ranks to raise; collective over all ranks.
-
-        Args:
-            problem: problem of this rank's model; None: there is none.
-        """
+        """Returns the first problem, for all ranks to raise; collective over all ranks."""
         apart = self._apart()  # all ranks take part, whatever is wrong here
         return StepState(problem=problem or apart)
 

@@ -178,13 +178,7 @@ class PipelinePlanner:
 
 
 def slowest_s(cost: ScheduledStages, count: int, place: int) -> float:
-    """Returns the seconds of the slowest stage for a micro-batch, nothing recomputed.
-
-    Args:
-        cost: costs of the stages.
-        count: number of samples.
-        place: place of the samples in the ladder.
-    """
+    """Returns the seconds of the slowest stage for a micro-batch, nothing recomputed."""
     every = (cost.options(s, count, place)[0] for s in range(cost.stages))
     return max(each.forward_s + each.backward_s for each in every)
 

@@ -47,11 +47,6 @@ def stage_degree(options: ModelOptions, stages: int | str) -> int:
 def refuse_beside_stages(options: ModelOptions, stages: int | str, world: int) -> None:
     """Refuses options and numbers of ranks that do not go with stages.
 
-    Args:
-        options: options of `compile` or of a command.
-        stages: number of stages of a pipeline, or "auto".
-        world: number of ranks.
-
     Raises:
         PlanError: names the option.
     """

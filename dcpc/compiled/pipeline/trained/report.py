@@ -12,12 +12,7 @@ from dcpc.symbolic_profile import bytes_text, seconds_text
 
 
 def stages_report(cut: CutModel, pipelines: int) -> str:
-    """Returns a table of the stages, the tied parameters, and how far the cut may be off.
-
-    Args:
-        cut: stages of the model.
-        pipelines: number of pipelines that share the samples.
-    """
+    """Returns a table of the stages, the tied parameters, and how far the cut may be off."""
     stages, planner = cut.plan.stages, cut.planner
     lines = [
         f"{pipelines} pipelines of {len(stages)} stages{_ranks(cut)}; each bucket as likely as any "

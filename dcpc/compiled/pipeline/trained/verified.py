@@ -28,12 +28,6 @@ def stages_problem(
     them, backwards as a whole. Where Inductor compiles the stages it runs the graphs that are
     compiled, and this rank's stage as it was compiled, which its first step needs anyway; with
     verify="full" also with the most recompute. One that draws random numbers is run as graphs.
-
-    Args:
-        cut: stages of the model.
-        model: model of the user, with memory.
-        verifier: verifier of the model, which reports the comparison.
-        rank: number of this rank.
     """
     if verifier.mode == "off":
         return None

@@ -204,11 +204,6 @@ def digest_of(sample: object) -> str:
 def check_same(got: str, expected: str, where: str) -> None:
     """Refuses a first sample of other lengths, and warns of one of other values.
 
-    Args:
-        got: digest here.
-        expected: digest of the sample that it is to be.
-        where: place or time of the other, for the message.
-
     Raises:
         DataError: their lengths differ.
     """
