@@ -1,6 +1,6 @@
 """A partition's costs as expressions of its dims: bytes, FLOPs, seconds, and the report of them."""
 
-from dcpc.symbolic_profile.evaluate import Evaluator, Meter, Prediction, evaluator
+from dcpc.symbolic_profile.evaluate import Meter, Prediction, evaluator
 from dcpc.symbolic_profile.memory.allocator import LARGE_SEGMENT_BYTES, Usage, rounded
 from dcpc.symbolic_profile.memory.optimizer import (
     OptimizerLike,
@@ -46,49 +46,3 @@ from dcpc.symbolic_profile.seconds.hardware import (
     detect,
     find,
 )
-
-__all__ = [
-    "COLUMNS",
-    "DEVICES",
-    "LARGE_SEGMENT_BYTES",
-    "CalibratedPoint",
-    "Calibration",
-    "CalibrationKey",
-    "ClassFit",
-    "CollectiveFit",
-    "Costs",
-    "Device",
-    "Evaluator",
-    "Fits",
-    "Ledger",
-    "Link",
-    "Meter",
-    "OptimizerLike",
-    "OptimizerMemory",
-    "Prediction",
-    "ReportRow",
-    "Usage",
-    "as_text",
-    "bytes_of",
-    "bytes_text",
-    "calibrated",
-    "cells_of",
-    "detect",
-    "dominating_term",
-    "evaluator",
-    "find",
-    "formula",
-    "halves",
-    "machine",
-    "profile_partition",
-    "recompute_text",
-    "render_formulas",
-    "render_report",
-    "rounded",
-    "seconds_text",
-    "state_bytes",
-    "step_bytes",
-    "tile_costs",
-    "variant_formulas",
-    "with_constants",
-]
