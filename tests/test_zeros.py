@@ -167,6 +167,8 @@ OPTIONS = [
     {"sp": 1},
     {"parameters": "step"},
     {"parameters": "rounds", "branches": False},
+    {"parameters": "rounds"},
+    {"parameters": "rounds", "recompute": "all", "sp": 2, "verify": "auto"},
     {"pipeline": 2, "parameters": "step", "sp": 1, "memory": 1e7},
 ]
 

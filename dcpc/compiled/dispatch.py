@@ -25,6 +25,7 @@ from dcpc.plan.traced import group_name
 from dcpc.runtime.averages import RunningAverages
 from dcpc.runtime.data.steps import MicroBatch, Step
 from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.parameters.gathered import GatheredStore
 from dcpc.runtime.parameters.store import ParameterStore
 from dcpc.runtime.planner.plans import PlannedMicroBatch, Setting
 from dcpc.runtime.step.stats import Stats
@@ -277,6 +278,12 @@ class Dispatch:
             together: micro-batches that ranks of a block run at once; none: there is no round.
         """
         again = [self._gathers_again(mb) for mb in together]
+        for mb in together:
+            traced, store = self._planned.by_bucket[mb.bucket].traced, self.store
+            assert isinstance(store, GatheredStore), "it goes in rounds"
+            lent = () if traced.units is None else traced.units.lent
+            held = traced.tensors()
+            store.lend({id(store.taken(held[name])) for name in lent})
         self._gathering = frozenset().union(*again) if again else None
 
     def _gathers_again(self, mb: PlannedMicroBatch) -> frozenset[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import sympy
 from torch import fx
@@ -97,11 +97,13 @@ class GatherUnits:
         units: placeholders of the parameters of each unit, units in the order of their first use.
         again: numbers of the units that backward may gather again; the others stay gathered.
         ranks: number of ranks that shard the parameters.
+        lent: placeholders whose gradient is zeros, as the graphs of another trace sum one.
     """
 
     units: tuple[tuple[str, ...], ...]
     again: frozenset[int]
     ranks: int
+    lent: frozenset[str] = frozenset()
 
     def events(
         self, summed: Collection[int], again: Collection[int]
@@ -124,7 +126,7 @@ class GatherUnits:
         own = [tuple(n for n in unit if n in parameters) for unit in self.units]
         numbers = [k for k, unit in enumerate(own) if unit]
         again = frozenset(i for i, k in enumerate(numbers) if k in self.again)
-        return GatherUnits(tuple(own[k] for k in numbers), again, self.ranks)
+        return replace(self, units=tuple(own[k] for k in numbers), again=again)
 
 
 OUTSIDE = (-1, -1)  # run and copy of a node that is in no copy

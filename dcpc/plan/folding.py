@@ -143,6 +143,8 @@ def copies_of(program: Program) -> dict[str, object]:
 def gathering(traces: Sequence[Traced], ranks: int) -> list[Traced]:
     """Returns traces of one model whose graphs gather parameters, the same units in the same order.
 
+    They sum gradients of the same ones: of what another trace alone trains a graph sums zeros.
+
     Raises:
         PlanError: a trace lacks one of the parameters.
     """
@@ -154,6 +156,7 @@ def gathering(traces: Sequence[Traced], ranks: int) -> list[Traced]:
     fullest = max(traces, key=read)
     program = fullest.program
     units = units_of(program, fullest.tensors(), ranks, copies_of(program))
+    every = set[str]().union(*map(_trained, traces))
     found = []
     for traced in traces:
         own = {name: placeholder for placeholder, name in traced.program.parameters.items()}
@@ -167,8 +170,20 @@ def gathering(traces: Sequence[Traced], ranks: int) -> list[Traced]:
                 "only, or take parameters='step'"
             )
         mine = tuple(tuple(own[name] for name in names) for names in members)
-        found.append(replace(traced, units=replace(units, units=mine)))
+        lent = frozenset(own[name] for name in every - _trained(traced))
+        zero = traced.program.zero_gradients | lent
+        made = replace(traced.program, zero_gradients=zero)
+        gathered = replace(units, units=mine, lent=lent)
+        found.append(replace(traced, program=made, units=gathered, tracers={}))
     return found
+
+
+def _trained(traced: Traced) -> set[str]:
+    """Returns the names of the parameters that have a gradient in a trace."""
+    program = traced.program
+    nodes = {n.name: n for n in program.gm.graph.nodes}
+    read = {n for n in program.learning if nodes[n].users} | program.zero_gradients
+    return {name for n, name in program.parameters.items() if n in read}
 
 
 def lift_of(whole: Traced) -> Lift:

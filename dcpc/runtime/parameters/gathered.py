@@ -46,6 +46,7 @@ class GatheredStore(RowStore):
         """Takes this rank's rows of each parameter; the model's own are those of `install`."""
         self._refuse_overlaps()
         self._taken: dict[int, nn.Parameter] = {}
+        self._lent: set[int] | None = None
         self._given = [weakref.ref(p) for p in self.whole]
         self._instead: dict[int, nn.Parameter] = {}
         for i, p in enumerate(self.whole):
@@ -115,8 +116,20 @@ class GatheredStore(RowStore):
             self._taken[id(p)].requires_grad_(p.requires_grad)
         return problem
 
+    def lend(self, parameters: set[int]) -> None:
+        """Takes the ids of tensors that a micro-batch of the step has zeros for as gradients."""
+        self._lent = parameters if self._lent is None else self._lent & parameters
+
+    def drop_lent(self) -> None:
+        """Drops the gradients that are zeros in all rounds of a step: nothing trained these."""
+        for taken in self._taken.values():
+            if id(taken) in (self._lent or ()):
+                taken.grad = None
+        self._lent = None
+
     def failed(self) -> None:
         """Drops the gradients of a step that raised."""
+        self._lent = None
         for taken in self._taken.values():
             taken.grad = None
 
@@ -180,5 +193,6 @@ class RoundSum(Reduction):
         Raises:
             GroupError: a rank of another block did not live.
         """
+        self._store.drop_lent()
         super().finish()
         self._store.finish()
