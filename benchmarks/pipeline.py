@@ -25,7 +25,7 @@ from benchmarks.pipeline_runs import (
 )
 from dcpc.commands.simulate.pipeline import draw_pipeline, pipeline_trace
 from dcpc.errors import PlanError
-from dcpc.runtime.pipeline.planning import PlannedPipeline, plan_pipeline
+from dcpc.runtime.pipeline.planning import PlannedPipeline, plan_replicas
 from dcpc.runtime.pipeline.schedule import (
     PipelineReplay,
     PipelineWork,
@@ -67,7 +67,7 @@ def bubbles(cost: RooflinePipeline, quick: bool) -> dict[str, Cell]:
         batches = {"tasks": tasks(9, samples=512)}
     rows: list[list[Cell]] = []
     for name, lengths in list(batches.items())[:: 4 if quick else 1]:
-        own = plan_pipeline(lengths, cost, split=True)
+        (own,) = plan_replicas(lengths, cost, 1, split=True)
         mine, plain = own.found.replay, one_f_one_b_of(own)
         rows.append(
             [name, mine.makespan_s, plain.makespan_s, wasted(mine, own.work),
@@ -85,10 +85,10 @@ def bubbles(cost: RooflinePipeline, quick: bool) -> dict[str, Cell]:
 def plan_seconds(repeats: int) -> dict[str, Cell]:
     """Processor seconds to plan 512 samples on 4 stages: split, recompute, schedule, check."""
     lengths, cost, taken = tasks(1, samples=512), gpt(), []
-    plan_pipeline(lengths[:32], cost, split=True)  # imports and first calls
+    plan_replicas(lengths[:32], cost, 1, split=True)  # imports and first calls
     for _ in range(repeats):
         begin_s = time.process_time()
-        plan_pipeline(lengths, cost, split=True)
+        plan_replicas(lengths, cost, 1, split=True)
         taken.append(time.process_time() - begin_s)
     return {"plan_s_512": min(taken)}
 
@@ -96,7 +96,7 @@ def plan_seconds(repeats: int) -> dict[str, Cell]:
 def run(quick: bool) -> dict[str, Cell]:
     """Measured on four ranks: the order of schedules, and what dcpc's plan gains over 1F1B."""
     cost, lengths = gpt(), tasks(3, samples=96)
-    own = plan_pipeline(lengths, cost, split=True)
+    (own,) = plan_replicas(lengths, cost, 1, split=True)
     factor = (QUICK_SECONDS if quick else SECONDS) / own.found.replay.makespan_s
     work = scaled(own.work, factor)
     orders = candidates(work, own.found.schedule)
@@ -164,7 +164,7 @@ def main() -> None:
     p.add_argument("--trace", type=Path, metavar="FILE", help="the same for ui.perfetto.dev")
     args = p.parse_args()
     if args.png or args.trace:
-        shown = plan_pipeline(tasks(0), gpt(), split=True)
+        (shown,) = plan_replicas(tasks(0), gpt(), 1, split=True)
         if args.png:
             draw_pipeline(shown.work, shown.found, args.png)
         if args.trace:

@@ -285,9 +285,7 @@ def replay(
         str | None,
         typer.Argument(metavar="MODULE:FACTORY", help="check the plan against this model as it is"),
     ] = None,
-    buckets: Annotated[
-        Path | None, typer.Option("--buckets", metavar="FILE", help="of the model")
-    ] = None,
+    buckets: SomeBuckets = None,
     *,
     options: PlanOptions,
 ) -> None:
@@ -310,9 +308,7 @@ def simulate(
         str | None,
         typer.Argument(metavar="MODULE:FACTORY", help="the model; none with --cost"),
     ] = None,
-    buckets: Annotated[
-        Path | None, typer.Option("--buckets", metavar="FILE", help="of the model")
-    ] = None,
+    buckets: SomeBuckets = None,
     cost: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="JSON of a cost formula, in place of a model"),

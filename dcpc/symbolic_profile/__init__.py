@@ -25,6 +25,7 @@ from dcpc.symbolic_profile.report import (
     cells_of,
     dominating_term,
     formula,
+    headed,
     recompute_text,
     render_formulas,
     render_report,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import sympy
 from rich import box
-from rich.console import Console, JustifyMethod, RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from dcpc.ir import BucketPlan, PlanRow, Profile
@@ -143,13 +143,17 @@ def seconds_text(seconds_s: float) -> str:
     return f"{seconds_s * 1e3:.1f} ms" if seconds_s >= 1e-3 else f"{seconds_s * 1e6:.0f} µs"
 
 
+def headed(title: str, words: Sequence[str], numbers: Sequence[str], *notes: str) -> Table:
+    """Returns an empty table: columns of words, of numbers (at the right), and of notes."""
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    for heading in (*words, *numbers, *notes):
+        right = heading in numbers
+        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
+    return table
+
+
 def _table(rows: Sequence[ReportRow], reasons: Sequence[str]) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD, title="plan per shape bucket, one rank", title_justify="left"
-    )
-    for heading in (*COLUMNS, "why"):
-        justify: JustifyMethod = "left" if heading in {"bucket", "why"} else "right"
-        table.add_column(heading, justify=justify, no_wrap=True)
+    table = headed("plan per shape bucket, one rank", COLUMNS[:1], COLUMNS[1:], "why")
     for row in rows:
         why = " ".join(f"[{reasons.index(part) + 1}]" for part in row.reasons)
         table.add_row(*cells_of(row), why)

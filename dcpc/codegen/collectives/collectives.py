@@ -179,22 +179,12 @@ def narrow(x: Tensor, dim: int, start: int, length: int) -> Tensor:
     return x.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 
 
-@narrow.register_fake
-def _(x: Tensor, dim: int, start: int, length: int) -> Tensor:
-    return x.new_empty(_with_dim(x, dim, length))
-
-
 @torch.library.custom_op("dcpc::widen", mutates_args=())
 def widen(x: Tensor, dim: int, start: int, size: int) -> Tensor:
     """Returns zeros of length `size` along dim, with x at `start`."""
     out = x.new_zeros(_with_dim(x, dim, size))
     out.narrow(dim, start, x.shape[dim]).copy_(x)
     return out
-
-
-@widen.register_fake
-def _(x: Tensor, dim: int, start: int, size: int) -> Tensor:
-    return x.new_empty(_with_dim(x, dim, size))
 
 
 def _narrow_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -216,11 +206,6 @@ def pick(x: Tensor, dim: int, first: int, turn: int, second: int, length: int) -
     return joined(runs, dim)
 
 
-@pick.register_fake
-def _(x: Tensor, dim: int, first: int, turn: int, second: int, length: int) -> Tensor:
-    return x.new_empty(_with_dim(x, dim, length))
-
-
 @torch.library.custom_op("dcpc::spread", mutates_args=())
 def spread(x: Tensor, dim: int, first: int, turn: int, second: int, size: int) -> Tensor:
     """Returns zeros of length `size` along dim, with the two runs of a zigzag piece in place."""
@@ -229,11 +214,6 @@ def spread(x: Tensor, dim: int, first: int, turn: int, second: int, size: int) -
     out.narrow(dim, first, turn).copy_(x.narrow(dim, 0, turn))
     out.narrow(dim, second, rest).copy_(x.narrow(dim, turn, rest))
     return out
-
-
-@spread.register_fake
-def _(x: Tensor, dim: int, first: int, turn: int, second: int, size: int) -> Tensor:
-    return x.new_empty(_with_dim(x, dim, size))
 
 
 def _pick_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -247,6 +227,8 @@ def _pick_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
 
 
 pick.register_autograd(_pick_backward, setup_context=_pick_context)
+for _op in (narrow, widen, pick, spread):  # their last argument is the length of the result's dim
+    _op.register_fake(lambda x, dim, *places: x.new_empty(_with_dim(x, dim, places[-1])))
 
 
 # -------------------------------------------------- all-gather, reduce-scatter, all-to-all
@@ -341,7 +323,9 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.back = (*(field for split in reversed(back) for field in split), group)
 
 
-def _transposed(name: str) -> Callable[[Any, Tensor], tuple[Any, ...]]:
+def transposed(name: str) -> Callable[[Any, Tensor], tuple[Any, ...]]:
+    """Returns the backward of an op: its transpose of this name, by the arguments in `ctx.back`."""
+
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         return getattr(torch.ops.dcpc, name)(g, *ctx.back), *(None,) * len(ctx.back)
 
@@ -352,7 +336,7 @@ for _op, _transpose in (
     (all_gather, "reduce_scatter"), (reduce_scatter, "all_gather"), (all_to_all, "all_to_all"),
 ):  # fmt: skip
     _op.register_fake(_empty)
-    _op.register_autograd(_transposed(_transpose), setup_context=_context)
+    _op.register_autograd(transposed(_transpose), setup_context=_context)
 
 
 # ------------------------------------------------------------------------------------ all-reduce

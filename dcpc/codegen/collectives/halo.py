@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dcpc.codegen.collectives.collectives import exchange, group_named, wire_log
+from dcpc.codegen.collectives.collectives import exchange, group_named, transposed, wire_log
 from dcpc.ops.arguments import arguments
 from dcpc.ops.pieces import Run, piece
 
@@ -158,14 +158,6 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.back = call._replace(rows=x.shape[call.dim])
 
 
-def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    return torch.ops.dcpc.halo_sum(g, *ctx.back), *(None,) * len(ctx.back)
-
-
-def _backward_of_sum(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    return torch.ops.dcpc.halo(g, *ctx.back), *(None,) * len(ctx.back)
-
-
-for _op, _transpose in ((halo, _backward), (halo_sum, _backward_of_sum)):
+for _op, _transpose in ((halo, "halo_sum"), (halo_sum, "halo")):
     _op.register_fake(_empty)
-    _op.register_autograd(_transpose, setup_context=_context)
+    _op.register_autograd(transposed(_transpose), setup_context=_context)

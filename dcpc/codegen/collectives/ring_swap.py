@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dcpc.codegen.collectives.collectives import group_named, joined, on_wire, wire_log
+from dcpc.codegen.collectives.collectives import (
+    group_named,
+    joined,
+    on_wire,
+    transposed,
+    wire_log,
+)
 from dcpc.ops.arguments import arguments
 from dcpc.ops.attention import RunOfRows
 from dcpc.ops.ring_route import RowSplit
@@ -159,8 +165,4 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.back = call._replace(to_heads=not call.to_heads, rows_length=x.shape[call.rows_dim])
 
 
-def _backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    return torch.ops.dcpc.swap(g, *ctx.back), *(None,) * len(ctx.back)
-
-
-swap.register_autograd(_backward, setup_context=_context)
+swap.register_autograd(transposed("swap"), setup_context=_context)

@@ -9,8 +9,6 @@ from typing import Annotated
 
 import torch
 import typer
-from rich import box
-from rich.table import Table
 
 from dcpc.buckets import Buckets
 from dcpc.codegen import BACKENDS
@@ -22,7 +20,7 @@ from dcpc.plan.options import autocast_of
 from dcpc.plan.progress import during
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.local_ranks import run_ranks
-from dcpc.symbolic_profile import Calibration, as_text
+from dcpc.symbolic_profile import Calibration, as_text, headed
 
 LIMIT_S = 600.0  # ranks of its own are ended after this
 DEFAULT_FILE = Path("calibration.json")
@@ -129,11 +127,8 @@ def calibration_text(found: Calibration) -> str:
     key, fits = found.key, found.fits
     ranks = "1 rank" if key.world == 1 else f"{key.world} ranks"
     title = f"{key.device}: {key.machine}; {ranks}, {key.dtype}, {key.backend}"
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for heading in ("class", "direction", "dtype"):
-        table.add_column(heading)
-    for heading in ("us at least", "GFLOP/s", "GB/s"):
-        table.add_column(heading, justify="right")
+    words, numbers = ("class", "direction", "dtype"), ("us at least", "GFLOP/s", "GB/s")
+    table = headed(title, words, numbers)
     for c in fits.classes:
         rates = [1 / y for _, y in c.knots] or [1 / c.s_per_flop if c.s_per_flop else 0.0]
         flops = " to ".join(f"{r / 1e9:.1f}" for r in sorted({min(rates), max(rates)}) if r)

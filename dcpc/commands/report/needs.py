@@ -6,9 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rich import box
-from rich.table import Table
-
 from dcpc.buckets import Bucket
 from dcpc.commands.report.what_if import as_traced
 from dcpc.ir import BucketPlan
@@ -16,7 +13,7 @@ from dcpc.plan.choose import TriedRow, choice_text, least_needed
 from dcpc.plan.options import block_of, degrees
 from dcpc.plan.planning import Planned, PlanRequest, plan_buckets
 from dcpc.plan.progress import during, tracked
-from dcpc.symbolic_profile import as_text, bytes_text
+from dcpc.symbolic_profile import as_text, bytes_text, headed
 
 # More ranks are tried in powers of two, up to so many times those that were asked for.
 MOST_TIMES = 64
@@ -191,17 +188,14 @@ def option_text(size_bytes: int) -> str:
 def needs_text(planned: Planned, found: Needs) -> str:
     """Returns a table of every bucket's needs, and lines with the options that fit."""
     asked = planned.request
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"a rank has {bytes_text(asked.memory_bytes)}; it keeps "
+    table = headed(
+        f"a rank has {bytes_text(asked.memory_bytes)}; it keeps "
         f"{bytes_text(asked.resident_bytes)} whatever runs: parameters ({asked.parameters}), "
         "buffers, their gradients, the optimizer's state",
-        title_justify="left",
+        ["bucket"],
+        ["sp", "micro-batch", "recompute", "activations", "needed"],
+        "",
     )
-    table.add_column("bucket", no_wrap=True)
-    for heading in ("sp", "micro-batch", "recompute", "activations", "needed"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
     for bucket, rows in planned.tables.items():
         missed = bucket in planned.misfits
         row = _least(planned, rows) if missed else _chosen(planned, bucket)

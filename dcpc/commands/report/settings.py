@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.table import Table
 
 from dcpc.buckets import Bucket
 from dcpc.ir import BucketPlan
 from dcpc.plan.choose import TriedRow
 from dcpc.plan.planning import Planned
-from dcpc.symbolic_profile import as_text, bytes_text, seconds_text
+from dcpc.symbolic_profile import as_text, bytes_text, headed, seconds_text
 
 
 def settings_text(planned: Planned) -> str:
     """Returns every setting that was tried for each bucket as a table, and why one was chosen."""
-    rows = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"settings tried per shape bucket; a rank has {bytes_text(planned.memory_bytes)}; "
+    rows = headed(
+        f"settings tried per shape bucket; a rank has {bytes_text(planned.memory_bytes)}; "
         "rank·time is that of all ranks of the group, a sample",
-        title_justify="left",
+        ["bucket"],
+        ["sp", "micro-batch", "recompute", "activations", "needed", "time", "rank·time"],
+        "",
     )
-    rows.add_column("bucket", no_wrap=True)
-    for heading in ("sp", "micro-batch", "recompute", "activations", "needed", "time", "rank·time"):
-        rows.add_column(heading, justify="right", no_wrap=True)
-    rows.add_column("", no_wrap=True)
     for bucket, tried in planned.tables.items():
         _add_rows(rows, bucket, tried, planned.plans.get(bucket))
         rows.add_section()

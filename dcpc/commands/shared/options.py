@@ -24,12 +24,9 @@ Factory = Annotated[
         help="a callable without arguments that returns the nn.Module, e.g. my_project.models:gpt",
     ),
 ]
-BucketFile = Annotated[
-    Path, typer.Option("--buckets", metavar="FILE", help="YAML file with inputs and sizes")
-]
-SomeBuckets = Annotated[
-    Path | None, typer.Option("--buckets", metavar="FILE", help="YAML file with inputs and sizes")
-]
+_BUCKETS = typer.Option("--buckets", metavar="FILE", help="YAML file with inputs and sizes")
+BucketFile = Annotated[Path, _BUCKETS]
+SomeBuckets = Annotated[Path | None, _BUCKETS]
 Lengths = Annotated[
     str | None,
     typer.Option(

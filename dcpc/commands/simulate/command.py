@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from dcpc.buckets import Bucket
@@ -154,17 +155,9 @@ def simulate_stages(
         text += f"step {number}: {counts} micro-batches; {said(one.found)}\n"
     whole_s = sum(p.found.replay.makespan_s for p in slowest)
     text += f"{sum(epoch.tokens.values()) / whole_s:,.0f} tokens/s, the sum of gradients left out\n"
-    first = slowest[0]
-    if request.trace is not None:
-        trace = json.dumps(pipeline_trace(first.work, first.found, "step 0"))
-        with writing(request.trace):
-            request.trace.write_text(trace, encoding="utf-8")
-        text += f"trace of the first step: {request.trace} (open it in https://ui.perfetto.dev)\n"
-    if request.png is not None:
-        with writing(request.png):
-            draw_pipeline(first.work, first.found, request.png)
-        text += f"picture of the first step: {request.png}\n"
-    return text
+    first = slowest[0].work, slowest[0].found
+    trace, picture = partial(pipeline_trace, *first, "step 0"), partial(draw_pipeline, *first)
+    return text + _written(request, "step", trace, picture)
 
 
 def simulate_cost(
@@ -208,12 +201,26 @@ def _finish(
         f"{o.name} {s:.1f} s" for o, s in zip(outcomes, seconds, strict=True)
     )
     shown = {o.name: o.shown for o in outcomes}
+    made = partial(chrome_trace, shown), partial(draw, shown)
+    return f"{text}\n{_written(request, 'steps', *made)}"
+
+
+def _written(
+    request: SimulationRequest,
+    steps: str,
+    trace: Callable[[], object],
+    picture: Callable[[Path], None],
+) -> str:
+    """Writes the files that are asked for; returns a line on each."""
+    text = ""
     if request.trace is not None:
         with writing(request.trace):
-            request.trace.write_text(json.dumps(chrome_trace(shown)), encoding="utf-8")
-        text += f"\ntrace of the first steps: {request.trace} (open it in https://ui.perfetto.dev)"
+            request.trace.write_text(json.dumps(trace()), encoding="utf-8")
+        text += (
+            f"trace of the first {steps}: {request.trace} (open it in https://ui.perfetto.dev)\n"
+        )
     if request.png is not None:
         with writing(request.png):
-            draw(shown, request.png)
-        text += f"\npicture of the first steps: {request.png}"
-    return text + "\n"
+            picture(request.png)
+        text += f"picture of the first {steps}: {request.png}\n"
+    return text

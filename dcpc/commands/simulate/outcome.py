@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rich import box
-from rich.table import Table
-
 from dcpc.commands.simulate.costs import ModelCosts
 from dcpc.commands.simulate.timeline import StepTimeline, of_step
 from dcpc.runtime.planner.plans import StepPlan, rounds, step_plan
-from dcpc.symbolic_profile import as_text, bytes_text, seconds_text
+from dcpc.symbolic_profile import as_text, bytes_text, headed, seconds_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +144,9 @@ def of_batches(
 
 def outcomes_text(title: str, outcomes: Sequence[SimulatedOutcome]) -> str:
     """Returns a table, each system's tokens a second and dcpc's relative to them."""
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    table.add_column("system", no_wrap=True)
-    for heading in ("steps", "mean step", "tokens/s", "dcpc is", "imbalance", "sent a step",
-                    "over bound", "dropped"):  # fmt: skip
-        table.add_column(heading, justify="right", no_wrap=True)
+    numbers = ["steps", "mean step", "tokens/s", "dcpc is", "imbalance", "sent a step",
+               "over bound", "dropped"]  # fmt: skip
+    table = headed(title, ["system"], numbers)
     best = next((o.tokens_per_s for o in outcomes if o.name == "dcpc"), 0.0)
     for o in outcomes:
         table.add_row(*_cells(o, best, o.name == "dcpc"))

@@ -71,13 +71,11 @@ class PlannedPipeline:
         batches: positions of the samples, by micro-batch.
         found: schedule and bound for these micro-batches.
         work: work that it was found for.
-        split_by: setting and weight of the longest micro-batch that gave the split.
     """
 
     batches: Batches
     found: FoundSchedule
     work: PipelineWork
-    split_by: tuple[int, int]
 
 
 def work_of(
@@ -99,23 +97,6 @@ def work_of(
     )
 
 
-def plan_pipeline(
-    lengths: Sequence[int], cost: PipelineCost, *, split: bool = False, limit: int = LIMIT
-) -> PlannedPipeline:
-    """Returns the step of one pipeline that ends first among those found.
-
-    Args:
-        lengths: tokens of each sample.
-        cost: costs of the model.
-        split: whether weight gradients may run apart from the rest of a backward.
-        limit: maximum of simulated actions for the schedule of the best split.
-
-    Raises:
-        PlanError: a sample does not fit alone.
-    """
-    return plan_replicas(lengths, cost, 1, split=split, limit=limit)[0]
-
-
 def plan_replicas(
     lengths: Sequence[int],
     cost: PipelineCost,
@@ -133,8 +114,8 @@ def plan_replicas(
         lengths: tokens of each sample.
         cost: costs of the model.
         replicas: number of pipelines.
-        split: whether weight gradients may run apart, as in `plan_pipeline`.
-        limit: maximum of simulated actions for each pipeline, as in `plan_pipeline`.
+        split: whether weight gradients may run apart from the rest of a backward.
+        limit: maximum of simulated actions for each pipeline's schedule.
         apart: length -> its group, where samples of different groups share no micro-batch; None:
             they do.
 
@@ -147,13 +128,13 @@ def plan_replicas(
             "least; take a larger batch"
         )
     best: tuple[PlannedPipeline, ...] = ()
-    for batches, by in _splits(lengths, cost, replicas, apart).items():
+    for batches in _splits(lengths, cost, replicas, apart):
         made = []
         for own in _dealt(lengths, batches, cost, replicas):
             work = work_of(lengths, own, cost)
             if best and lower_bound(work).seconds_s >= _end_s(best):
                 break
-            made.append(PlannedPipeline(own, search(work, split=split, limit=0), work, by))
+            made.append(PlannedPipeline(own, search(work, split=split, limit=0), work))
         if not best or (len(made) == replicas and _end_s(made) < _end_s(best)):
             best = tuple(made)
     longer = [(p, search(p.work, split=split, limit=limit)) for p in best]
@@ -169,15 +150,15 @@ def _end_s(plans: Sequence[PlannedPipeline]) -> float:
 
 def _splits(
     lengths: Sequence[int], cost: PipelineCost, replicas: int, apart: Mapping[int, Group] | None
-) -> dict[Batches, tuple[int, int]]:
-    """Returns different splits, each with the setting and the weight that made it.
+) -> list[Batches]:
+    """Returns different splits, by several settings and weights of the longest micro-batch.
 
     As many micro-batches as 1F1B has on a stage fit at once; where none does so, one.
 
     Raises:
         PlanError: a sample does not fit alone.
     """
-    made: dict[Batches, tuple[int, int]] = {}
+    made: dict[Batches, None] = {}  # a set that is in order
     alone, weights = [[i] for i in range(len(lengths))], sorted({2, cost.stages})
     for flight in (cost.stages, 1):
         for setting in sorted({0, cost.settings // 2, cost.settings - 1}):
@@ -188,12 +169,12 @@ def _splits(
                 else split_apart(lengths, padded, weights, replicas, apart)
             )
             with suppress(PlanError):
-                for weight, found in zip(weights, splits, strict=True):
-                    made.setdefault(found, (setting, weight))
+                for found in splits:
+                    made.setdefault(found)
                     if _longest_s(lengths, found, padded) <= _longest_s(lengths, alone, padded):
                         break  # nor does a larger weight make it shorter: it has the same split
         if made:
-            return made
+            return [*made]
     one, longest = np.array(1), np.array(max(lengths))
     least = min(float(cost.padded(k, 1).peak_bytes(one, longest)) for k in range(cost.settings))
     raise PlanError(

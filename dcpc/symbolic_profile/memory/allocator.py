@@ -219,11 +219,6 @@ class Usage:
     reserved_bytes: int
     given_back: int = 0
 
-    @property
-    def fragmentation(self) -> float:
-        """Returns the fraction of the reserved bytes that no block ever uses."""
-        return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
-
 
 def usage(
     timeline: MemoryTimeline,

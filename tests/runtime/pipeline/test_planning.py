@@ -9,7 +9,7 @@ import pytest
 from dcpc.errors import PlanError
 from dcpc.runtime.pipeline import apart
 from dcpc.runtime.pipeline.apart import split_apart
-from dcpc.runtime.pipeline.planning import plan_pipeline, plan_replicas, work_of
+from dcpc.runtime.pipeline.planning import plan_replicas, work_of
 from dcpc.runtime.pipeline.schedule import (
     Hop,
     StageCost,
@@ -74,7 +74,7 @@ def lengths_of(count, seed=0):
 
 def test_plan_has_every_sample_once_fits_and_is_no_slower_than_1f1b():
     lengths, cost = lengths_of(60), LinearPipeline()
-    plan = plan_pipeline(lengths, cost, limit=2_000)
+    plan = plan_replicas(lengths, cost, 1, limit=2_000)[0]
     assert sorted(i for batch in plan.batches for i in batch) == list(range(60))
     check(plan.found.schedule, len(plan.batches))
     assert max(plan.found.replay.peak_bytes) <= cost.size
@@ -100,11 +100,11 @@ def test_too_few_samples_and_a_too_long_one_are_refused():
     with pytest.raises(PlanError, match="got 1 samples for 2 replicas"):
         plan_replicas([5], LinearPipeline(), 2)
     with pytest.raises(PlanError, match="a sample of 90000 tokens, which alone needs"):
-        plan_pipeline([5, 90_000], LinearPipeline())
+        plan_replicas([5, 90_000], LinearPipeline(), 1)
 
 
 def test_a_sample_that_fits_alone_is_planned_though_three_do_not_fit_at_once():
-    plan = plan_pipeline([3000, 3000, 40], LinearPipeline(), limit=500)
+    plan = plan_replicas([3000, 3000, 40], LinearPipeline(), 1, limit=500)[0]
     assert max(plan.found.replay.peak_bytes) <= 4000.0
     assert sum(map(sum, plan.found.schedule.settings)) > 0, "some are recomputed"
 
