@@ -25,11 +25,7 @@ class Records(Protocol):
 
 
 class CollatedSamples:
-    """Samples as the Trainer's own collator makes them, one at a time.
-
-    Attributes:
-        records: the Trainer's data set.
-    """
+    """Samples as the Trainer's own collator makes them, one at a time."""
 
     def __init__(
         self,
@@ -114,9 +110,6 @@ class CollatedStream(IterableDataset[dict[str, torch.Tensor]]):
     """A stream's samples as the Trainer's own collator makes them.
 
     It has the stream's `set_epoch`, `state_dict` and `load_state_dict`, where that has them.
-
-    Attributes:
-        records: the Trainer's data set.
     """
 
     def __init__(self, samples: CollatedSamples) -> None:

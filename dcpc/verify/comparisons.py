@@ -49,11 +49,7 @@ _REPORT = "report this with the model, it is a defect of dcpc; verify='off' trai
 
 
 class Comparisons:
-    """Compares dcpc's graphs and calls of one model with it.
-
-    Attributes:
-        lines: a text for each comparison, for the report.
-    """
+    """Compares dcpc's graphs and calls of one model with it."""
 
     def __init__(self, references: References, thorough: bool) -> None:
         self.references, self._thorough = references, thorough

@@ -66,11 +66,7 @@ class KnownParts(TorchDispatchMode):
 
 
 class KnownDraws(TorchDispatchMode):
-    """Every random op of the plain model draws known numbers.
-
-    Attributes:
-        drew: number of ops that drew.
-    """
+    """Every random op of the plain model draws known numbers."""
 
     def __init__(self, alike: bool) -> None:
         """Takes whether the numbers of one tensor are all alike."""

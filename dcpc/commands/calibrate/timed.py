@@ -30,12 +30,7 @@ def typical_blocks(gm: fx.GraphModule) -> frozenset[str]:
 
 
 class Timed:
-    """A forward or backward graph, or two blocks of it, whose calls can be timed.
-
-    Attributes:
-        gm: the excerpt.
-        calls: calls of the excerpt, in order.
-    """
+    """A forward or backward graph, or two blocks of it, whose calls can be timed."""
 
     def __init__(self, gm: fx.GraphModule, facts: Facts, device: torch.device) -> None:
         self.gm = excerpt(gm, typical_blocks(gm))

@@ -24,13 +24,7 @@ CLOSE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """Plans with other memory or ranks.
-
-    Attributes:
-        memory_bytes: memory of one rank.
-        world: ranks.
-        plans: the setting of each bucket; None where it fits with none.
-    """
+    """Plans with other memory or ranks."""
 
     memory_bytes: int
     world: int

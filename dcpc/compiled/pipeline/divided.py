@@ -101,12 +101,7 @@ def _alive(meter: Meter, parts: _Parts, dims: Mapping[str, int], device: Device)
 
 
 class StageParts:
-    """The parts of a stage's backward, whatever is recomputed.
-
-    Args:
-        runnable: runnable of the stage's program.
-        part: program of the stage.
-    """
+    """The parts of a stage's backward, whatever is recomputed."""
 
     def __init__(self, runnable: Runnable, part: StageProgram) -> None:
         self._runnable, self._part = runnable, part

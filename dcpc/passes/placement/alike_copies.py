@@ -45,11 +45,7 @@ class _Handed:
 
 
 class AlikeCopies:
-    """The copies of one model's repeated blocks.
-
-    Attributes:
-        model: placement model of the folded program.
-    """
+    """The copies of one model's repeated blocks."""
 
     def __init__(self, model: PlacementModel, fold: Fold) -> None:
         self.model, self._fold = model, fold

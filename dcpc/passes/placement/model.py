@@ -81,13 +81,7 @@ def _round(
 
 
 class _Reader:
-    """Reads every alternative of a program's nodes into a catalogue.
-
-    Attributes:
-        catalogue: entries that have a price.
-        nodes: see `PlacementModel`.
-        kinds: distinct kinds of nodes.
-    """
+    """Reads every alternative of a program's nodes into a catalogue."""
 
     def __init__(self, program: Program, sharding: Sharding) -> None:
         self.program, self.sharding = program, sharding

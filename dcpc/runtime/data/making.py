@@ -76,11 +76,7 @@ def chosen_maker(
 
 
 class StepMaker:
-    """Loads one rank's micro-batches of a planned batch.
-
-    Attributes:
-        samples: samples of the dataset.
-    """
+    """Loads one rank's micro-batches of a planned batch."""
 
     def __init__(
         self,

@@ -29,12 +29,7 @@ _TRIED = 256
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """The rows of a global batch.
-
-    Attributes:
-        rows: the samples of each, in the order of the row.
-        buckets: the bucket of each.
-    """
+    """The rows of a global batch."""
 
     rows: tuple[tuple[int, ...], ...]
     buckets: tuple[Bucket, ...]

@@ -155,12 +155,7 @@ class GatheredStore(RowStore):
 
 
 class RoundSum(Reduction):
-    """This rank's rows of the gradients of all rounds, summed over the blocks at the end.
-
-    Args:
-        store: store whose gradients are summed.
-        comm_bucket_bytes: bytes of gradients that are sent at once.
-    """
+    """This rank's rows of the gradients of all rounds, summed over the blocks at the end."""
 
     takes_all = True
 

@@ -21,12 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """How ranks share out the rows of a tensor.
-
-    Attributes:
-        shape: shape of the whole tensor.
-        world: number of ranks.
-    """
+    """How ranks share out the rows of a tensor."""
 
     shape: torch.Size
     world: int
@@ -87,12 +82,7 @@ class SharedRows:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Where the rows of several tensors lie in one flat tensor.
-
-    Attributes:
-        splits: division of each tensor's rows.
-        world: number of ranks.
-    """
+    """Where the rows of several tensors lie in one flat tensor."""
 
     splits: tuple[SharedRows, ...]
     world: int

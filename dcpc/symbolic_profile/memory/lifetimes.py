@@ -71,9 +71,6 @@ class Numbered:
     Args:
         facts: reader of the nodes.
         transient: function from a call to its bytes besides the outputs.
-
-    Attributes:
-        facts: reader of the nodes.
     """
 
     def __init__(self, facts: Facts, transient: Callable[[fx.Node], sympy.Expr]) -> None:

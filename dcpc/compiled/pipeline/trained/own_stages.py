@@ -27,12 +27,7 @@ from dcpc.plan.traced import Traced
 
 @dataclass(frozen=True, slots=True)
 class StageOfProgram:
-    """A program of the model on this rank.
-
-    Attributes:
-        own: stage that this rank runs.
-        last: stage that returns the loss.
-    """
+    """A program of the model on this rank."""
 
     own: ProgramStage
     last: ProgramStage
