@@ -169,7 +169,6 @@ class Given:
         return self.of_ranks([variant.partition for variant, _ in ranks], integers, trained)
 
     def _name(self, placeholder: str) -> str:
-        """Returns the name of a placeholder's gradient."""
         if placeholder in self.program.inputs:
             return input_name(self.program.inputs[placeholder])
         return self.leaf[self.program.parameters[placeholder]]

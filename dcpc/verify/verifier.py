@@ -42,7 +42,6 @@ _PACKED_NORMS = (
 
 
 def _longest(buckets: Buckets) -> int:
-    """Returns the number of positions of the longest bucket."""
     return max(math.prod(size for _, size in bucket.shape_key) for bucket in buckets)
 
 

@@ -62,7 +62,6 @@ def _format_of(position: int) -> Callable[[Any, Sequence[Any]], Any]:
 
 
 def _laid(value: Tensor, strides: Sequence[Any]) -> Tensor:
-    """Returns a fake tensor with these strides."""
     if tuple(value.stride()) == tuple(strides):
         return value
     return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)

@@ -142,5 +142,4 @@ class ModelInsight:
         return stats
 
     def _bucket(self, bucket: Bucket | Mapping[str, int], what: str) -> Bucket:
-        """Returns a bucket by its sizes."""
         return self.core.planned.find(bucket.sizes if isinstance(bucket, Bucket) else bucket)

@@ -330,7 +330,6 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def _device_of(values: Mapping[str, Tensor]) -> str:
-    """Returns the type of device that values are on."""
     return next((v.device.type for v in values.values()), "cpu")
 
 

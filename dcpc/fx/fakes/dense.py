@@ -97,7 +97,6 @@ class _UnknownError(Exception):
 
 
 def _broadcast(shapes: Sequence[Sequence[Any]]) -> list[Any]:
-    """Returns the broadcast shape."""
     found: list[Any] = []
     for position in range(-max(map(len, shapes)), 0):
         sizes = {size_key(s[position]): s[position] for s in shapes if len(s) >= -position}

@@ -297,7 +297,6 @@ class _Mask:
 
 
 def _lookups(value: Value) -> Iterator[tuple[Any, ...]]:
-    """Yields the lookups in a value."""
     if isinstance(value, Data):
         yield from _gets(value.recipe)
 

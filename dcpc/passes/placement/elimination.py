@@ -424,7 +424,6 @@ class _Elimination:
         return table
 
     def _restrict(self, v: int, kept: Labels) -> None:
-        """Keep only some labels of v."""
         self.steps.append(_Restriction(v, kept))
         self.unary[v] = self.shared(take, self.unary[v], kept)
         for u in self.near[v]:

@@ -363,7 +363,6 @@ class Catalogue:
 
 
 def _flops(lists: _Lists, numels: Costs, numbers: Costs, shares: Costs) -> Costs:
-    """Returns the FLOPs of each call."""
     _, value, share = lists.moved
     largest = np.maximum.reduceat(numels[value] * shares[share], lists.starts)
     products = 2.0 * numbers[lists.products].prod(axis=1) * lists.parts * shares[lists.shares]

@@ -275,7 +275,6 @@ def cut_epoch(
 
 
 def _until(end_s: float) -> Iterator[int]:
-    """Yields 0, 1, ... until some moment."""
     return takewhile(lambda _: time.perf_counter() < end_s, count())
 
 

@@ -156,7 +156,6 @@ class Relay:
             self._store.delete_key(key)
 
     def _await(self, key: str, closes: bool = True) -> None:
-        """Waits for a key."""
         deadline, poll_s = time.monotonic() + self.timeout_s, _FIRST_POLL_S
         while not self._store.check([key]):
             if closes and self._closed.is_set():

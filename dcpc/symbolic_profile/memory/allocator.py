@@ -156,7 +156,6 @@ class CachingAllocator:
         insort(free, (block.size_bytes, block.address))
 
     def _segment(self, size_bytes: int, small: bool) -> SegmentBlock:
-        """Returns a new segment."""
         if self.reserved_bytes + size_bytes > self._limit_bytes:
             self._give_back()
         block = self._at[self._end] = SegmentBlock(self._end, size_bytes, small)

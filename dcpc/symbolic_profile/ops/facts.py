@@ -103,7 +103,6 @@ class TensorFacts:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _product(sizes: tuple[sympy.Expr | int, ...]) -> sympy.Expr:
-    """Returns the product of some sizes."""
     return sympy.Mul(*sizes)
 
 
