@@ -27,7 +27,7 @@ JOINED: dict[str, int] = {
 # Benchmark of a capability that joined -> its lines in benchmarks/.
 MEASURED: dict[str, int] = {"tiles": 140}
 MOST = {
-    "lines in dcpc/": 76_290 + sum(JOINED.values()),
+    "lines in dcpc/": 76_291 + sum(JOINED.values()),
     "lines in benchmarks/": 9_809 + sum(MEASURED.values()),
     "methods of CompiledModel": 12,
     "methods of PipelinedModel": 12,

@@ -151,10 +151,11 @@ class Unpadding:
         step = self.step_within(sizes, rows, how, limit_bytes)
         if step is None:
             return None
-        side = self._last(rows)
-        sizes = side.sizes(sizes, rows.sides)
-        again = how.gathers_again
-        return side.runnable.variant(side.placement(how), step, sizes, how.place, again)
+        side, again = self._last(rows), how.gathers_again
+        placement, sizes = side.placement(how), side.sizes(sizes, rows.sides)
+        if again is not None and not side.runnable.priced.gathered_again(placement, step) <= again:
+            return None  # its round keeps units that this step of recompute was priced without
+        return side.runnable.variant(placement, step, sizes, how.place, again)
 
     def compare(
         self, sizes: Sizes, inputs: Mapping[str, Tensor], rows: RowsOfCall, how: CallSetting
