@@ -71,6 +71,10 @@ class GroupError(DcpcError):
     """Ranks of a process group disagree, or one of them did not arrive in time."""
 
 
+class StoreError(DcpcError):
+    """A value that left the device cannot be kept in the host's memory or on the disk."""
+
+
 class CheckpointError(DcpcError):
     """A checkpoint cannot be written or read, or is of something else."""
 

@@ -97,11 +97,12 @@ TABLE = {
         "__init__": "memory ops seconds profile evaluate report",
     },
     "dcpc.codegen": {
+        "away": "",
         "collectives": "",
         "lower": "collectives",
-        "joint": "collectives lower",
-        "variant": "collectives lower joint",
-        "__init__": "collectives joint variant",
+        "joint": "away collectives lower",
+        "variant": "away collectives lower joint",
+        "__init__": "away collectives joint variant",
     },
     "dcpc.runtime": {
         "__init__": "",

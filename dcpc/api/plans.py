@@ -44,7 +44,9 @@ def of_one_rank(options: PlanOptions) -> PlanOptions:
     memory = rank_memory_bytes(options.memory, target_of(options.device), options.world, among)
     # Which buckets need tiles is not known before the cut: all or none have them.
     tile = "none" if options.tile == "auto" else options.tile
-    return replace(options, world=1, memory=memory, sp=1, parameters="whole", tile=tile)
+    return replace(
+        options, world=1, memory=memory, sp=1, parameters="whole", tile=tile, host=None, disk=None
+    )
 
 
 @taking(PlanOptions)

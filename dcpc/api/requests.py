@@ -7,13 +7,22 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from dcpc.codegen import text_of
 from dcpc.errors import PlanError
-from dcpc.plan.options import PlanOptions, block_of, degrees, few_degrees, memory_of
+from dcpc.plan.options import (
+    PlanOptions,
+    block_of,
+    degrees,
+    disk_of,
+    few_degrees,
+    host_of,
+    memory_of,
+)
 from dcpc.plan.planning import PlanRequest
 from dcpc.runtime.groups.launch import local_device
 from dcpc.runtime.parameters.modes import shares
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
-from dcpc.symbolic_profile import Device, OptimizerMemory, detect, find, rounded
+from dcpc.symbolic_profile import Away, Device, OptimizerMemory, detect, find, rounded
 
 
 def request_of(
@@ -37,6 +46,7 @@ def request_of(
     residents = _residents(model, own, optimizer, mode)
     rows_bytes = sum(p.nbytes for p in own if p.requires_grad)
     among = communicators(sps, world) if target.communicator_bytes else 0
+    away = away_of(options, target)
     return PlanRequest(
         sps=sps,
         recompute_mode=options.recompute_mode,
@@ -55,7 +65,19 @@ def request_of(
         communicators=among,
         optimizer=optimizer,
         tile=options.tile,
+        away_bytes=0 if away is None else away.most_bytes,
+        all_leave=options.away == "all",
     )
+
+
+def away_of(options: PlanOptions, target: Device) -> Away | None:
+    """Returns a rank's share of where saved values may wait for backward; None: they stay."""
+    ranks = min(options.world, target.node_ranks)
+    folder, disk_bytes, rate = disk_of(options.disk)
+    shares = host_of(options.host) // ranks, disk_bytes // ranks
+    if options.away == "none" or not any(shares):
+        return None
+    return Away(text_of(shares[0], folder, shares[1]), *shares, rate)
 
 
 def communicators(sps: Sequence[int], world: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from dcpc.api.requests import device_of, request_of, target_of
+from dcpc.api.requests import away_of, device_of, request_of, target_of
 from dcpc.buckets import Bucket, Buckets
 from dcpc.codegen import Library
 from dcpc.compiled import CompiledModel
@@ -118,7 +118,8 @@ class Traces:
                 libraries=libraries, loss=options.loss,
                 program=self._programs[i] if self._programs else None,
             )  # fmt: skip
-            yield replace(one, reference=max(mine, key=elements).sizes)
+            away = away_of(options, self.device)
+            yield replace(one, reference=max(mine, key=elements).sizes, away=away)
 
 
 def search(traces: Traces, options: PlanOptions, *, partly: bool) -> Planned:

@@ -5,7 +5,7 @@ Data goes one way: `Program` (trace) -> `Placement`, `Recompute`, `Plan` (passes
 nodes of the program's forward graph **by name** and never edit it.
 """
 
-from dcpc.ir.costs import BucketPlan, PlanRow, Profile, Work
+from dcpc.ir.costs import LEAVES, BucketPlan, PlanRow, Profile, Work
 from dcpc.ir.graphs import OUTSIDE, DividedBackward, Fold, GatherUnits, Partition, Schedule
 from dcpc.ir.masks import Extent, MaskDecision, MaskPlan, Packable, Recipe, ValueRange
 from dcpc.ir.placement import (

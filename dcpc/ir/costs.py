@@ -9,6 +9,10 @@ import torch
 
 from dcpc.buckets import Bucket
 
+# A menu step is a number of recompute steps, and above it, in units of this, how many kinds of
+# saved values leave the device.
+LEAVES = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -86,11 +90,12 @@ class PlanRow:
     Attributes:
         sp: ranks of the group that shares a micro-batch.
         micro_batch: most samples of a micro-batch; the placement is made for this number.
-        menu_step: number of recompute steps taken.
+        menu_step: number of recompute steps taken, and `LEAVES` for each kind of values that leave.
         seconds_s: predicted seconds of a full micro-batch, forward and backward.
         fits: whether the setting fits a rank's memory.
         again_bytes: bytes of activations that backward makes again.
         activation_bytes: bytes of activations that are kept where nothing is made again.
+        away_bytes: bytes of activations that leave the device between forward and backward.
     """
 
     sp: int
@@ -100,6 +105,7 @@ class PlanRow:
     fits: bool = field(default=True, kw_only=True)
     again_bytes: int = field(default=0, kw_only=True, compare=False)
     activation_bytes: int = field(default=0, kw_only=True, compare=False)
+    away_bytes: int = field(default=0, kw_only=True, compare=False)
 
     @property
     def recompute(self) -> str:

@@ -73,6 +73,8 @@ class Schedule:
         tangents: placeholders of the gradients of the outputs at which backward begins.
         backward: calls of backward; those that forward has, too, are recomputed.
         gradients: gradient (or None) of each parameter and input that learns.
+        returning: call of backward that allocates memory for a value that left the device, and the
+            value: other calls read it by its own node.
     """
 
     primals: tuple[fx.Node, ...]
@@ -84,6 +86,7 @@ class Schedule:
     tangents: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
     gradients: tuple[fx.Node | None, ...]
+    returning: tuple[tuple[fx.Node, fx.Node], ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
-from dcpc.ir import BucketPlan, PlanRow
+from dcpc.ir import LEAVES, BucketPlan, PlanRow
 from dcpc.ir.thresholds import MICRO_BATCH_GAIN
 from dcpc.symbolic_profile import recompute_text
 
@@ -77,6 +77,7 @@ def choose(
         reason=_reason(chosen, rows, memory_bytes, recompute_mode),
         again_bytes=chosen.again_bytes,
         activation_bytes=chosen.activation_bytes,
+        away_bytes=chosen.away_bytes,
     )
 
 
@@ -101,9 +102,11 @@ def _reason(chosen: TriedRow, rows: Sequence[TriedRow], memory_bytes: int, mode:
         reasons.append("fewer rank-seconds than a smaller sp")
     if mode != "auto":
         reasons.append(f"recompute {mode} as asked")
-    elif chosen.menu_step:
+    elif chosen.menu_step % LEAVES:
         counted = " with the GPU's segments" * chosen.segments
         reasons.append(f"recompute just enough for {_size(memory_bytes)}{counted}")
+    if chosen.away_bytes:
+        reasons.append(f"{_size(chosen.away_bytes)} leave the device for {_size(memory_bytes)}")
     larger = [r for r in rows if r.sp == chosen.sp and r.micro_batch > chosen.micro_batch]
     if any(not r.fits for r in larger):
         reasons.append("a larger micro-batch does not fit, or does not pay")

@@ -14,8 +14,8 @@ from dcpc.buckets import BATCH, Bucket, Buckets, Sizes
 from dcpc.codegen.variant.source import variant_source
 from dcpc.errors import BucketError, PlanError
 from dcpc.fx.garbage import without_collection
-from dcpc.ir import BucketPlan, Placement, Profile, Program
-from dcpc.ir.thresholds import DOUBLING_GAIN, PLACEMENT_LOSS, TILE_GAIN, WIDER_GROUP_GAIN
+from dcpc.ir import LEAVES, BucketPlan, Placement, Profile, Program
+from dcpc.ir.thresholds import AWAY_GAIN, DOUBLING_GAIN, PLACEMENT_LOSS, TILE_GAIN, WIDER_GROUP_GAIN
 from dcpc.plan.choose import TriedRow, choose, crossover_text, least_recompute
 from dcpc.plan.notes.attention import attention_lines
 from dcpc.plan.notes.gathers import gather_lines
@@ -37,6 +37,7 @@ from dcpc.trace.loss import Loss
 
 # Micro-batches are tried in powers of two, up to where one more doubling gains nothing.
 MOST_SAMPLES = 1 << 12
+AWAY_TRIES = 8  # numbers of recompute steps, besides 0, with which values leave
 # The gradient of the loss that autograd itself makes: one number, beside a variant's memory.
 LOSS_GRADIENT_BYTES = 8
 # A plan that needs less than this share of a GPU fits with the allocator's fragmentation, too; on a
@@ -69,6 +70,8 @@ class PlanRequest:
             CPU.
         optimizer: memory of what trains the model.
         tile: most rows of a tile of the widest values; "auto": where that pays; "none": no tiles.
+        away_bytes: most bytes of saved values that may leave a rank's device; 0: none do.
+        all_leave: whether all that can leave do, whether that pays or not.
     """
 
     sps: tuple[int, ...]
@@ -84,6 +87,8 @@ class PlanRequest:
     communicators: int = 0
     optimizer: OptimizerMemory = field(default_factory=OptimizerMemory)
     tile: int | str = "none"
+    away_bytes: int = 0
+    all_leave: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,7 +493,7 @@ def _row(priced: Priced, bucket: Bucket, sp: int, batch: int, request: PlanReque
 
 
 def row_of(study: Study, sizes: Sizes, sp: int, request: PlanRequest) -> TriedRow:
-    """Returns the row of a placement with the least recompute that fits."""
+    """Returns the row with the least recompute that fits, or a quicker one whose values leave."""
     batch = sizes.get(BATCH, 1)
 
     def most() -> int:
@@ -498,17 +503,50 @@ def row_of(study: Study, sizes: Sizes, sp: int, request: PlanRequest) -> TriedRo
         cost = study.predict(menu_step, sizes)
         run_bytes = cost.peak_bytes + cost.input_bytes + LOSS_GRADIENT_BYTES
         needed = request.resident_bytes + max(run_bytes, request.step_bytes)
-        fits = needed <= request.memory_bytes
+        fits = needed <= request.memory_bytes and cost.away_bytes <= request.away_bytes
         peak_bytes, seconds_s = cost.peak_bytes, cost.seconds_s
         all_bytes = study.predict(0, sizes).saved_bytes
+        kept_bytes = cost.saved_bytes + cost.away_bytes
         return TriedRow(
             sp, batch, menu_step, seconds_s, most, peak_bytes, needed, fits=fits,
-            again_bytes=max(0, all_bytes - cost.saved_bytes), activation_bytes=all_bytes,
+            again_bytes=max(0, all_bytes - kept_bytes), activation_bytes=all_bytes,
+            away_bytes=cost.away_bytes,
         )  # fmt: skip
 
     if request.recompute_mode in ("all", "none"):
-        return row(most() if request.recompute_mode == "all" else 0)
-    return least_recompute(row, most, study.priced)
+        found = row(most() if request.recompute_mode == "all" else 0)
+    else:
+        found = least_recompute(row, most, study.priced)
+    if not request.away_bytes or (found.fits and not found.menu_step and not request.all_leave):
+        return found
+    if request.all_leave:
+        return row(found.menu_step + LEAVES * study.kinds(found.menu_step))
+    return _or_away(found, row, study, request.recompute_mode)
+
+
+def _or_away(found: TriedRow, row: Callable[[int], TriedRow], study: Study, mode: str) -> TriedRow:
+    """Returns a row in which saved values leave the device, where that is quicker or alone fits.
+
+    For some numbers of recompute steps: the fewest kinds of values with which the row fits.
+    """
+    most = study.steps
+    tried = {"none": [0], "all": [most]}.get(
+        mode, [most * i // AWAY_TRIES for i in range(AWAY_TRIES + 1)]
+    )
+    for menu_step in dict.fromkeys(tried):
+        kinds = study.kinds(menu_step)
+        quicker = row(menu_step).seconds_s < (1 - AWAY_GAIN) * found.seconds_s
+        if not kinds or (found.fits and not quicker):
+            continue
+        low, high = 0, kinds
+        best = row(menu_step + LEAVES * kinds)
+        while high - low > 1:
+            middle = (low + high) // 2
+            one = row(menu_step + LEAVES * middle)
+            low, high, best = (low, middle, one) if one.fits else (middle, high, best)
+        if best.fits and not (found.fits and best.seconds_s >= (1 - AWAY_GAIN) * found.seconds_s):
+            found = best
+    return found
 
 
 def plans_text(plans: Mapping[Bucket, BucketPlan]) -> str:

@@ -113,7 +113,8 @@ class Runnable:
             again = self.priced.made_again(
                 placement, menu_step, backend, gathers_again=gathers_again
             )
-            self._partitions[key] = lowering.partition(again)
+            away = self.priced.away(placement, menu_step, backend)
+            self._partitions[key] = lowering.partition(again, away)
         return self._partitions[key]
 
     def variant(

@@ -22,7 +22,7 @@ from dcpc.passes.dtypes import refuse_mixed
 from dcpc.passes.masks.masks import notes_of, recognise_masks
 from dcpc.passes.sharding.attention_ways import restricted
 from dcpc.passes.sharding.sharding import Sharding, analyse
-from dcpc.symbolic_profile import Device
+from dcpc.symbolic_profile import Away, Device
 from dcpc.trace import trace
 from dcpc.trace.loss import Loss
 
@@ -61,6 +61,7 @@ class Traced:
         attention: how attention may be split, as for `restricted`.
         tracers: backend -> differentiator of the program's lowered graphs.
         whole: program as it was captured, if this one runs parts of it in tiles.
+        away: places where saved values may wait for backward; None: they stay.
     """
 
     program: Program
@@ -75,6 +76,7 @@ class Traced:
     attention: str = "auto"
     tracers: dict[str, Tracer] = field(default_factory=dict)
     whole: Program | None = None
+    away: Away | None = None
     _ids: dict[tuple[int, int], tuple[Placement, PlacementId]] = field(
         init=False, default_factory=dict
     )
@@ -114,8 +116,9 @@ class Traced:
         if key not in self._lowerings:
             tracer, group = self.tracer(backend, hints), group_name(placement.sp)
             made = LoweredPair(
-                tracer, placement, group, backend, any_degree=any_degree, units=units
-            )
+                tracer, placement, group, backend, any_degree=any_degree, units=units,
+                store="" if self.away is None else self.away.store,
+            )  # fmt: skip
             self._lowerings[key] = made
         return self._lowerings[key]
 

@@ -2,6 +2,7 @@
 
 from dcpc.symbolic_profile.evaluate import Meter, Prediction, evaluator
 from dcpc.symbolic_profile.memory.allocator import LARGE_SEGMENT_BYTES, Usage, rounded
+from dcpc.symbolic_profile.memory.events import Folding
 from dcpc.symbolic_profile.memory.optimizer import (
     OptimizerLike,
     OptimizerMemory,
@@ -47,3 +48,4 @@ from dcpc.symbolic_profile.seconds.hardware import (
     detect,
     find,
 )
+from dcpc.symbolic_profile.seconds.waits import Away, Events

@@ -131,6 +131,7 @@ class Prediction:
         seconds_s: seconds by the device's roofline, or by its calibration.
         forward_s: forward's part of `seconds_s`.
         seconds_error: median relative error of such seconds, where the device is calibrated.
+        away_bytes: activations that leave the device between forward and backward.
     """
 
     peak_bytes: int
@@ -143,6 +144,7 @@ class Prediction:
     seconds_s: float
     forward_s: float
     seconds_error: float | None = None
+    away_bytes: int = 0
 
 
 class Meter:

@@ -66,6 +66,7 @@ CHOICES = (
     Choice("attention", {"attention": "ring"}),
     Choice("recompute", {"recompute": "all"}),
     Choice("tile", {"tile": 4}),
+    Choice("away", {"host": "1GB", "away": "all"}),
     Choice("unpad", {"unpad": True}),
     Choice("packing", loader={"packing": "segment_ids"}),
     Choice("stream", more="stream"),
@@ -98,6 +99,7 @@ SAME = {
 }
 # Runs, and what of it is not there.
 NOTES: Mapping[frozenset[str], str] = {
+    frozenset({"pipeline", "away"}): "Stages keep what they save on the device.",
     frozenset({"packing", "unpad"}): "Rows have sequences in place of padding.",
 }
 
@@ -404,9 +406,8 @@ def _asked(choice: Choice) -> str:
             "evaluate": '`evaluate(batch, between="pad", pad=...)`',
             "checkpoint": "`save(...)`, `load(...)`",
         }[choice.more]
-    ((name, value),) = told.items()
-    text = value if isinstance(value, str | int | list) else "..."
-    return f"`{name}={text!r}`" if text != "..." else f"`{name}=...`"
+    texts = {n: repr(v) if isinstance(v, str | int | list) else "..." for n, v in told.items()}
+    return "`" + ", ".join(f"{name}={text}" for name, text in texts.items()) + "`"
 
 
 if __name__ == "__main__":

@@ -29,6 +29,9 @@ SHARED = {
     "sp": "auto",
     "recompute": "auto",
     "tile": "auto",
+    "host": None,
+    "disk": None,
+    "away": "auto",
     "backend": "inductor",
     "optimizer": None,
     "optimizer_bytes": None,
@@ -80,7 +83,7 @@ def test_unknown_option_is_refused_before_anything_runs():
         plan(None, None, xyz=3)
     with pytest.raises(PlanError, match=r"got 3 .*, 8 among.*, such as memory=$"):
         plan(None, None, 8)
-    with pytest.raises(PlanError, match=r"by name some of memory.*mean memory= or timeout=\?$"):
+    with pytest.raises(PlanError, match=r"by name some of memory.*mean memory= or host= or timeout=\?$"):
         dcpc.compile(None, None, 1e9)
     with pytest.raises(PlanError, match=r"pass it by its name, such as memory=$"):
         dcpc.compile(None, None, "eager")
@@ -173,8 +176,8 @@ def test_what_a_shell_offers_is_what_an_option_takes():
             assert getattr(PlanOptions(**{name: read.value(choice)}), name) == read.value(choice)
     offering = {name for name, (_, read, _) in commanded().items() if read.choices}
     assert offering == {
-        "device", "sp", "recompute", "tile", "backend", "parameters", "attention", "autocast",
-        "batch_norm",
+        "device", "sp", "recompute", "tile", "away", "backend", "parameters", "attention",
+        "autocast", "batch_norm",
     }  # fmt: skip
 
 

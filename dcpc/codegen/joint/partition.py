@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from dcpc.codegen.away.leaving import STANDS_FOR
 from dcpc.codegen.joint.gathers import ROW_CALLS
 from dcpc.fx.graphs import LazyGraphModule
 from dcpc.ir import DividedBackward, Partition, Schedule
@@ -104,6 +105,8 @@ def _module(
     token: fx.Node | None = None
     for node in calls:
         made[node] = graph.node_copy(node, lambda n: made[n])
+        if STANDS_FOR in node.meta:
+            made[node.meta[STANDS_FOR]] = made[node]
         if node.target in ROW_CALLS:  # whatever compiles the graph keeps their order
             if token is not None:
                 made[node].kwargs = {"token": token}
@@ -112,7 +115,8 @@ def _module(
             args, name = (made[node], last), f"{node.name}_token"
             token = graph.create_node("call_function", operator.getitem, args, name=name)
             token.meta = {"val": node.meta["val"][last], "storage": node.meta["storage"][last:]}
-    for node, copy in made.items():
+    for node in (*placeholders, *calls):
+        copy = made[node]
         copy.meta = {k: v for k, v in node.meta.items() if k in ("val", "storage")}
     graph.output(tuple(None if n is None else made[n] for n in outputs))
     graph.lint()

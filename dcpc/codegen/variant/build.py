@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import sympy
 from torch import Tensor, fx
 
+from dcpc.codegen.away.leaving import Leaving
 from dcpc.codegen.joint.joint import Joint, Tracer
 from dcpc.codegen.joint.partition import partition
 from dcpc.codegen.joint.schedule import Scheduler
@@ -45,6 +46,7 @@ class LoweredPair:
         *,
         any_degree: bool = False,
         units: GatherUnits | None = None,
+        store: str = "",
     ) -> None:
         """Lowers and differentiates.
 
@@ -56,6 +58,7 @@ class LoweredPair:
             any_degree: whether pieces of constant dims are integers, see `lower`. It is dropped if
                 an op takes none, such as the number of groups of a norm.
             units: units of parameters that a rank holds as rows; None: it holds all whole.
+            store: name of the store of values that leave the device, see `store_of`.
         """
         self.program, self.placement, self.backend = tracer.program, placement, backend
         self._library = tracer.library
@@ -67,6 +70,8 @@ class LoweredPair:
         if units is not None:
             self.joint = self.joint.gathered(units)
         self._scheduler = Scheduler(self.program, self.joint)
+        stays = {n.name for unit in self.joint.gathers for n in unit.whole}
+        self._leaving = Leaving(self.joint.gm.graph, self.joint.fake_mode, store, stays)
 
     def choices(self) -> tuple[list[fx.Node], frozenset[str]]:
         """Returns the nodes that a recompute plan decides on, and those that backward reads."""
@@ -101,14 +106,26 @@ class LoweredPair:
                 seen[made] += 1
         return found
 
-    def schedule(self, made_again: Collection[Key]) -> Schedule:
-        """Returns the calls of forward and backward if these values are recomputed."""
-        names = frozenset(self.keys[key] for key in made_again if key in self.keys)
-        return self._scheduler.schedule(names)
+    def schedule(self, made_again: Collection[Key], away: Collection[Key] = ()) -> Schedule:
+        """Returns the calls of forward and backward.
 
-    def partition(self, made_again: Collection[Key]) -> Partition:
-        """Returns the forward and backward graphs if these values are recomputed."""
-        return partition(self.schedule(made_again), self.joint.names)
+        Args:
+            made_again: keys of the values that backward recomputes.
+            away: keys of the saved values that leave the device, where they can.
+        """
+        schedule = self._scheduler.schedule(self._names(made_again))
+        return self._leaving.schedule(schedule, self._names(away)) if away else schedule
+
+    def able_to_leave(self, schedule: Schedule) -> list[fx.Node]:
+        """Returns the saved values of a schedule that could leave, in the order they are made."""
+        return self._leaving.able(schedule)
+
+    def partition(self, made_again: Collection[Key], away: Collection[Key] = ()) -> Partition:
+        """Returns the forward and backward graphs of such a schedule."""
+        return partition(self.schedule(made_again, away), self.joint.names)
+
+    def _names(self, keys: Collection[Key]) -> frozenset[str]:
+        return frozenset(self.keys[key] for key in keys if key in self.keys)
 
     def variant(self, parts: Partition) -> Variant:
         """Returns a runnable variant of a partition."""

@@ -12,6 +12,7 @@ import sympy
 import torch
 from torch import Tensor
 
+from dcpc.codegen.away.away_ops import forward_alone
 from dcpc.codegen.lower.integer_inputs import IntegerInput
 from dcpc.codegen.variant.boxed import Boxed
 from dcpc.codegen.variant.call import VariantCall
@@ -122,7 +123,8 @@ class Variant:
     ) -> tuple[Tensor, ...]:
         """Returns the program's outputs, from tensors without conj or neg bits."""
         if not torch.is_grad_enabled():
-            found = self.run_forward([*(t.data for t in tensors), *integers])
+            with forward_alone():
+                found = self.run_forward([*(t.data for t in tensors), *integers])
             return _lying(tuple(found[: self.partition.returned]), strides)
         return _RunVariant.apply(self, integers, strides, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 

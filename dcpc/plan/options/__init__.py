@@ -8,8 +8,10 @@ from dcpc.plan.options.values import (
     autocast_of,
     block_of,
     degrees,
+    disk_of,
     few_degrees,
     fitting_degrees,
+    host_of,
     memory_of,
     parse_degrees,
 )

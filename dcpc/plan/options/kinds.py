@@ -19,6 +19,7 @@ from dcpc.passes.sharding.attention_ways import LOWERINGS
 from dcpc.plan.options.declared import CommandOption, declare, facts, quoted
 from dcpc.plan.options.values import (
     AUTOCAST,
+    AWAY,
     PARAMETERS,
     RECOMPUTE,
     VERIFY,
@@ -32,6 +33,8 @@ from dcpc.plan.options.values import (
     check_speeds,
     check_tile,
     check_timeout,
+    disk_of,
+    host_of,
     memory_of,
     one_of,
     optimizer_bytes_of,
@@ -89,6 +92,29 @@ class ModelOptions:
         'recompute or not fit), `"none"`, or a number, for all buckets',
         check=check_tile,
         command=CommandOption(str, parse_tile, choices=("auto", "none")),
+    )
+    host: int | float | str | None = declare(
+        None,
+        "bytes of a host's memory, of all its ranks together, in which saved values may wait for "
+        "backward, where that is quicker than making them again, or they fit in no other way",
+        default="none: values stay",
+        check=host_of,
+        command=CommandOption(str | None, metavar="BYTES"),
+    )
+    disk: str | None = declare(
+        None,
+        "a folder for those that find no room in `host`, the bytes that they may take and, beside "
+        '2GB/s, its speed: `"/nvme/dcpc:2TB@5GB/s"`',
+        default="none",
+        check=disk_of,
+        command=CommandOption(str | None, metavar="FOLDER:BYTES"),
+    )
+    away: str = declare(
+        "auto",
+        'which saved values leave the device, for `host` or `disk`: `"auto"` (of a bucket that '
+        'would recompute or not fit, where that pays), `"none"` or `"all"`',
+        check=one_of("away", AWAY),
+        command=CommandOption(str, choices=AWAY),
     )
     backend: str = declare(
         "inductor",

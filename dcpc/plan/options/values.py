@@ -26,6 +26,8 @@ from dcpc.trace.wrappers import refuse_wrapped
 
 # "pyramid" is VideoSys' name for what "auto" does: short samples recompute little, long ones more.
 RECOMPUTE = ("auto", "pyramid", "none", "all")
+AWAY = ("auto", "none", "all")
+DISK_BYTES_PER_S = 2e9  # assumed: an NVMe disk that others use, too
 VERIFY = ("auto", "full", "off")
 PARAMETERS = ("whole", "step", "pull", "rounds", "auto")
 # Most NCCL process groups of a rank: each takes memory of its GPU.
@@ -135,6 +137,48 @@ def check_tile(tile: object) -> None:
 def parse_tile(text: str) -> int | str:
     """Returns the tile that the command line's text stands for."""
     return int(text) if text.isdecimal() else text
+
+
+def host_of(host: int | float | str | None) -> int:
+    """Returns the bytes of the hosts' memory that `host=` stands for; None: 0.
+
+    Raises:
+        PlanError: it is not a positive number of bytes.
+    """
+    found = bytes_of(host) if isinstance(host, str) else host
+    number = isinstance(found, int | float) and not isinstance(found, bool)
+    if host is None:
+        return 0
+    if not number or found is None or not 1 < found < math.inf:
+        raise PlanError(
+            f"got host={host!r}; expected bytes of a host's memory in which values may wait for "
+            "backward, such as '400GB' or 64e9, of all its ranks together; correct it, or leave it "
+            "out"
+        )
+    return int(found)
+
+
+def disk_of(disk: str | None) -> tuple[str, int, float]:
+    """Returns the folder, the bytes and the bytes a second that `disk=` stands for.
+
+    None: no folder and 0 bytes.
+
+    Raises:
+        PlanError: it is not a folder that exists, with a number of bytes behind a colon.
+    """
+    if disk is None:
+        return "", 0, DISK_BYTES_PER_S
+    text = disk if isinstance(disk, str) else ""
+    folder, _, size = text.rpartition(":")
+    size, _, rate = size.partition("@")
+    numbers = [bytes_of(size), bytes_of(rate.removesuffix("/s")) if rate else DISK_BYTES_PER_S]
+    if not folder or not all(n is not None and 1 < n < math.inf for n in numbers):
+        raise PlanError(
+            f"got disk={reprlib.repr(disk)}; expected a folder and the bytes that files there may "
+            "take, of all ranks of a host together, and how fast it is if that is not 2GB/s, as "
+            "'/nvme/dcpc:2TB' or '/nvme/dcpc:2TB@5GB/s'; correct it, or leave it out"
+        )
+    return folder, int(numbers[0] or 0), float(numbers[1] or 0)
 
 
 def check_block(block: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dcpc.buckets import BATCH, Sizes
 from dcpc.codegen import Key, LoweredPair, gather_key
-from dcpc.ir import Placement
+from dcpc.ir import LEAVES, Placement
 from dcpc.plan.folding import Lift
 from dcpc.plan.prices.placements import Placements
 from dcpc.plan.prices.studies import Structure, Study, split_constants, structure_of
@@ -48,7 +48,8 @@ class Priced:
         small = self.lift.down(placement)
         key = self.lift.small.id_of(small)
         if key not in self._studies:
-            self._studies[key] = Study(self._structure(small, self.traced.backend), small.sp)
+            structure = self._structure(small, self.traced.backend)
+            self._studies[key] = Study(structure, small.sp, self.traced.away)
         return self._studies[key]
 
     def made_again(
@@ -75,6 +76,13 @@ class Priced:
         if gathers_again is None:
             gathers_again = self.lift.gathered_again(structure.gathered_again(menu_step))
         return found | {gather_key(self.traced.units.units[k]) for k in gathers_again}
+
+    def away(self, placement: Placement, menu_step: int, backend: str = "") -> set[Key]:
+        """Returns keys of the values that leave the device, in all blocks; see `made_again`."""
+        if menu_step < LEAVES:
+            return set()
+        structure = self._structure(self.lift.down(placement), backend or self.traced.backend)
+        return self.lift.every_block(structure.away(menu_step))
 
     def gathered_again(self, placement: Placement, menu_step: int) -> frozenset[int]:
         """Returns numbers of the units that backward gathers again after `menu_step` steps."""

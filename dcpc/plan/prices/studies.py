@@ -12,7 +12,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import sympy
@@ -22,9 +22,28 @@ from torch import fx
 from dcpc.buckets import Sizes
 from dcpc.codegen import VIEWS, Key, LoweredPair, UnitNodes
 from dcpc.fx.leaves import leaf_key, size_key
-from dcpc.ir import OUTSIDE, Fold, Placement, Profile, Program, tensor_operands
+from dcpc.ir import (
+    LEAVES,
+    OUTSIDE,
+    Fold,
+    Placement,
+    Profile,
+    Program,
+    Schedule,
+    tensor_operands,
+)
 from dcpc.passes.recompute.menu import AlikeBlocks, ForwardCall, Menu, ValueMemory, recompute_menu
-from dcpc.symbolic_profile import Costs, Device, Ledger, Meter, Prediction, Usage, with_constants
+from dcpc.plan.prices.away_kinds import AwayKinds, events_of, kinds_of
+from dcpc.symbolic_profile import (
+    Away,
+    Costs,
+    Device,
+    Ledger,
+    Meter,
+    Prediction,
+    Usage,
+    with_constants,
+)
 
 _DENSE = torch.ops.aten.clone.default  # copies a parameter that is not stored row by row
 
@@ -63,6 +82,8 @@ class Structure:
         keys: name of a value -> its key, which is the same in every trace.
         costs: number of recompute steps -> costs of the graphs that then run (a cache).
         turns: recompute steps that gather parameters again in backward, in order.
+        sizes: size of each integer of the graph at which choices are weighed.
+        kinds: number of recompute steps -> kinds of values that could leave (a cache).
     """
 
     lowering: LoweredPair
@@ -74,6 +95,8 @@ class Structure:
     keys: Mapping[str, Key]
     costs: dict[int, Costs]
     turns: tuple[GatherStep, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    kinds: dict[int, AwayKinds] = field(default_factory=dict)
 
     @property
     def menu(self) -> Menu:
@@ -87,6 +110,7 @@ class Structure:
 
     def turn(self, menu_step: int) -> GatherStep | None:
         """Returns the last of the first `menu_step` steps that gathers parameters again."""
+        menu_step %= LEAVES
         taken = self._turns_in(menu_step)
         return self.turns[taken - 1] if taken else None
 
@@ -102,6 +126,7 @@ class Structure:
         return {self.keys[name] for name in self._made_again(menu_step)}
 
     def _made_again(self, menu_step: int) -> frozenset[str]:
+        menu_step %= LEAVES
         of_menu = menu_step - self._turns_in(menu_step)
         if isinstance(self.choices, AlikeBlocks) and not of_menu:
             return self.choices.least
@@ -113,13 +138,34 @@ class Structure:
     def run(self, menu_step: int) -> Costs:
         """Returns the costs of the graphs that run when `menu_step` recompute steps are taken."""
         if menu_step not in self.costs:
-            turn = self.turn(menu_step)
-            gathers = {} if turn is None else turn.gathers
-            names = self._made_again(menu_step) | gathers.keys()
-            schedule = self.lowering.schedule({self.keys[name] for name in names})
-            copies = self.copies and replace(self.copies, kept=gathers)
+            schedule, copies = self.schedule(menu_step)
             self.costs[menu_step] = self.ledger.costs(schedule, copies)
         return self.costs[menu_step]
+
+    def schedule(self, menu_step: int) -> tuple[Schedule, Fold | None]:
+        """Returns the calls of those graphs, and the copies that they stand for."""
+        turn = self.turn(menu_step)
+        gathers = {} if turn is None else turn.gathers
+        names = self._made_again(menu_step) | gathers.keys()
+        away = self.away(menu_step)
+        schedule = self.lowering.schedule({self.keys[name] for name in names}, away)
+        return schedule, self.copies and replace(self.copies, kept=gathers)
+
+    def away(self, menu_step: int) -> set[Key]:
+        """Returns keys of the values that leave the device."""
+        kinds, recomputed = divmod(menu_step, LEAVES)
+        return (
+            {self.keys[name] for name in self.leaving(recomputed).first(kinds)} if kinds else set()
+        )
+
+    def leaving(self, menu_step: int) -> AwayKinds:
+        """Returns the kinds of values that could leave after so many recompute steps."""
+        if menu_step not in self.kinds:
+            schedule, copies = self.schedule(menu_step)
+            self.kinds[menu_step] = kinds_of(
+                self.lowering, schedule, copies, self.meter, self.sizes, self.device
+            )
+        return self.kinds[menu_step]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +177,8 @@ class _RunSizes:
 class Study:
     """Prices one lowered graph at one degree: its recompute menu, and its costs at any sizes."""
 
-    def __init__(self, structure: Structure, sp: int) -> None:
-        self._structure, self._sp = structure, sp
+    def __init__(self, structure: Structure, sp: int, away: Away | None = None) -> None:
+        self._structure, self._sp, self._away = structure, sp, away
         self._ledger = structure.ledger.at(sp)
         self._meter = structure.meter.at(self._ledger)
         self._profiles: dict[int, Profile] = {}
@@ -147,6 +193,10 @@ class Study:
     def steps(self) -> int:
         """Number of recompute steps; the last one recomputes everything that can be."""
         return self._structure.steps
+
+    def kinds(self, menu_step: int) -> int:
+        """Returns how many kinds of values could leave after so many recompute steps."""
+        return 0 if self._away is None else len(self._structure.leaving(menu_step).names)
 
     @property
     def turns(self) -> tuple[int, ...]:
@@ -199,8 +249,24 @@ class Study:
             if others:
                 peak = int(self._meter.most_alive(costs, others, device).max())
                 found = replace(found, peak_bytes=max(found.peak_bytes, peak))
+            if menu_step >= LEAVES:
+                found = self._waiting(found, menu_step, fullest)
             self._predictions[key] = found
         return self._predictions[key]
+
+    def _waiting(self, found: Prediction, menu_step: int, sizes: Mapping[str, int]) -> Prediction:
+        """Returns a prediction with the bytes that leave, and the seconds waited for them."""
+        structure, away = self._structure, self._away
+        assert away is not None, "values leave where they may"
+        schedule, copies = structure.schedule(menu_step)
+        events = events_of(schedule, copies, self._meter, sizes, structure.device)
+        out_s, back_s = away.waits(*events, structure.device)
+        return replace(
+            found,
+            seconds_s=found.seconds_s + out_s + back_s,
+            forward_s=found.forward_s + out_s,
+            away_bytes=int(sum(size for _, kind, size in events[0] if kind == "start")),
+        )
 
     def _ranks(self, sizes: Sizes) -> list[dict[str, int]]:
         """Returns `local_sizes` of each rank whose costs may differ, the fullest rank first."""
@@ -287,7 +353,7 @@ def structure_of(
     else:
         choices = AlikeBlocks(calls, [copies.copy(call.name) for call in calls])
     keys = {name: key for key, name in lowering.keys.items()}
-    found = Structure(lowering, device, ledger, meter, choices, copies, keys, {})
+    found = Structure(lowering, device, ledger, meter, choices, copies, keys, {}, sizes=sizes)
     units = lowering.joint.units
     again = [u for u in lowering.joint.gathers if units and u.number in units.again]
     if not again:

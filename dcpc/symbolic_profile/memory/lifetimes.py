@@ -190,8 +190,10 @@ class Lifetimes:
         self._returned = len(run.outputs)
         self._known = numbered.known()
         self._tangents = numbered.of(run.tangents)
+        self._back = numbered.of([n for _, n in run.returning])
         self._backward = numbered.values(run.backward)
         self._gradients = numbered.of([g for g in run.gradients if g is not None])
+        self._asked = numbered.of([n for n, _ in run.returning])
         arrays = numbered.arrays
         self._slot_count = len(arrays.above)
         self._storage = arrays.root
@@ -214,6 +216,7 @@ class Lifetimes:
         held = np.full(count, -1)
         held[self._slots(self._given)] = taken
         held[slots] = slots + count
+        held[self._slots(self._back)] = self._slots(self._asked) + count
         recorder.steps += self._numbered.arrays.size[slots].tolist()
         recorder.weights += [1] * len(slots)
         recorder.storages += held[slots].tolist()
@@ -227,7 +230,7 @@ class Lifetimes:
 
     def backward(self, foldings: Sequence[Folding]) -> None:
         """Runs the calls of backward; gradients stay."""
-        given = np.append(self._given, self._tangents)
+        given = np.concatenate((self._given, self._tangents, self._back))
         self._run(self._backward, given, self._gradients, self._again, foldings)
 
     def of(self, nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, int, sympy.Expr]]:

@@ -35,6 +35,8 @@ def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1, *, forward: bool = T
     if not fresh:
         return None
     name = op_name(node)
+    if name in AWAY:
+        return None
     bytes_moved, dtype = _bytes_moved(node, facts, fresh), _dtype(node, facts)
     if name in WIRE:
         ranks = sp if isinstance(sp, int) else sp(str(argument(node, "group", node.args[-1])))
@@ -228,6 +230,8 @@ WIRE: dict[str, Callable[[Any, Any], Any]] = {
 }
 # All ranks' rows of parameters, and sums of their gradients -> the collective that it runs as.
 ROWS = {"dcpc::gather_rows": "dcpc::all_gather", "dcpc::sum_rows": "dcpc::reduce_scatter"}
+# Calls by which a value leaves the device and comes back: their seconds are waits.
+AWAY = frozenset({"dcpc::leave", "dcpc::gone", "dcpc::ask", "dcpc::arrive"})
 HALOS = frozenset({"dcpc::halo", "dcpc::halo_sum"})
 RINGS = frozenset({"dcpc::ring_attention_forward", "dcpc::ring_attention_backward"})
 

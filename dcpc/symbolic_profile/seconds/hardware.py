@@ -52,6 +52,7 @@ class Device:
         capability: compute capability of a GPU (NVIDIA's number): kernels exist by it.
         fits: measurements of `dcpc calibrate`; None: seconds are the figures' roofline.
         communicator_bytes: memory that each process group of a rank takes beside torch's.
+        host_bytes_per_s: bytes a second between the device and the host's memory, each way.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Device:
     capability: Capability = (9, 0)
     fits: Fits | None = None
     communicator_bytes: int = 0
+    host_bytes_per_s: float = 25 * GB
 
     @property
     def block_bytes(self) -> int:
@@ -151,6 +153,7 @@ H200 = Device(
     across=_HOPPER_LINKS[1],
     gpu=True,
     communicator_bytes=COMMUNICATOR_BYTES,
+    host_bytes_per_s=55 * GB,  # PCIe 5.0 x16: 64 GB/s each way, less what its packets take
 )
 H100 = replace(
     H200,
@@ -171,6 +174,7 @@ A100_80GB = Device(
     gpu=True,
     capability=(8, 0),
     communicator_bytes=COMMUNICATOR_BYTES,
+    host_bytes_per_s=27 * GB,  # PCIe 4.0 x16: 32 GB/s each way, less what its packets take
 )
 A100_40GB = replace(
     A100_80GB,
@@ -196,6 +200,7 @@ CPU_CORE = Device(
     inside=Link(800e-6, 0.9e9),
     across=Link(800e-6, 0.9e9),
     overlaps=False,  # gloo's threads and copies take the cores that compute
+    host_bytes_per_s=9.5e9,  # a copy reads and writes
 )
 # Of a GPU's memory, what no plan may use: assumed, the order of a CUDA context (0.5 GB), cuBLAS'
 # workspaces, and what the caching allocator cannot fit together.

@@ -1,0 +1,1 @@
+"""Saved values that leave the device between forward and backward."""

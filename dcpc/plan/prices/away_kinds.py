@@ -1,0 +1,118 @@
+"""Saved values that leave the device, kind by kind, and the seconds of the wait for them.
+
+Of equal blocks the same values leave, so a kind is a value of each copy of a block, or one value.
+Kinds leave the largest first, and of equal ones the first of forward, which is away the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import fx
+
+from dcpc.codegen import ARRIVE, ASK, GONE, LEAVE, LoweredPair
+from dcpc.ir import OUTSIDE, Fold, Schedule
+from dcpc.symbolic_profile import Device, Events, Folding, Meter
+
+SHARE = 0.999  # kinds beyond this share of the bytes that could leave stay
+_KINDS: dict[object, str] = {LEAVE: "start", GONE: "end", ASK: "start", ARRIVE: "end"}
+
+
+@dataclass(frozen=True, slots=True)
+class AwayKinds:
+    """The kinds of values of a schedule that could leave, in the order in which they do.
+
+    Attributes:
+        names: names of the values of each kind.
+    """
+
+    names: tuple[tuple[str, ...], ...]
+
+    def first(self, count: int) -> set[str]:
+        """Returns the values of the first kinds."""
+        return {name for names in self.names[:count] for name in names}
+
+
+def kinds_of(
+    lowering: LoweredPair,
+    schedule: Schedule,
+    copies: Fold | None,
+    meter: Meter,
+    sizes: Mapping[str, int],
+    device: Device,
+) -> AwayKinds:
+    """Returns the kinds of saved values, weighed at some sizes.
+
+    Args:
+        lowering: graph of the schedule.
+        schedule: schedule in which all values stay.
+        copies: number of calls that each node of a folded program stands for; None: one.
+        meter: evaluator of the graph's costs.
+        sizes: size of each integer of the graph.
+        device: device for which costs are predicted.
+    """
+    able = lowering.able_to_leave(schedule)
+    size_bytes = meter.calls(able, sizes, device)[1]
+    found: dict[object, list[int]] = {}
+    seen: dict[object, int] = {}
+    for i, node in enumerate(able):
+        run, copy = OUTSIDE if copies is None else copies.copy(node.name)
+        like = run, copy, str(node.target), size_bytes[i]
+        seen[like] = seen.get(like, 0) + 1
+        kind: object = node if (run, copy) == OUTSIDE else (run, *like[2:], seen[like])
+        found.setdefault(kind, []).append(i)
+
+    def all_bytes(own: Sequence[int]) -> float:
+        count = 1 if copies is None else sum(copies.count(able[i].name) for i in own)
+        return float(size_bytes[own[0]]) * count
+
+    kinds = sorted(found.values(), key=lambda own: (-all_bytes(own), own[0]))
+    totals = [*accumulate(map(all_bytes, kinds))]
+    kept = [k for k, t in zip(kinds, totals, strict=True) if t - all_bytes(k) < SHARE * totals[-1]]
+    return AwayKinds(tuple(tuple(able[i].name for i in own) for own in kept))
+
+
+def events_of(
+    schedule: Schedule,
+    copies: Fold | None,
+    meter: Meter,
+    sizes: Mapping[str, int],
+    device: Device,
+) -> tuple[Events, Events]:
+    """Returns the starts and ends of copies of forward and of backward, of all copies of blocks."""
+    of = {ask: value for ask, value in schedule.returning}
+    again = set(schedule.forward)
+    found = []
+    for calls, forward in ((schedule.forward, True), (schedule.backward, False)):
+        seconds = meter.calls(calls, sizes, device, forward=forward)[0].tolist()
+        moved = [of.get(n) or (n.args[0] if n.target is LEAVE else None) for n in calls]
+        nodes = [n for n in moved if isinstance(n, fx.Node)]
+        each = dict(zip(nodes, meter.calls(nodes, sizes, device)[1].tolist(), strict=True))
+        foldings = (
+            Folding.forward(copies, calls, {})
+            if forward
+            else Folding.backward(copies, calls, again, False, {})
+        )
+        events, before_s = [], 0.0
+        for i in _order(len(calls), foldings):
+            before_s += seconds[i]
+            kind = _KINDS.get(calls[i].target)
+            if kind is not None:
+                value = moved[i]
+                events.append((before_s, kind, each[value] if isinstance(value, fx.Node) else 0.0))
+                before_s = 0.0
+        found.append(events)
+    return found[0], found[1]
+
+
+def _order(count: int, foldings: Sequence[Folding]) -> Iterator[int]:
+    """Yields positions of calls, those of middle copies as often as they stand for copies."""
+    start = 0
+    for folding in foldings:
+        yield from range(start, folding.first)
+        for _ in range(1 + folding.times):
+            yield from range(folding.first, folding.stop)
+        start = folding.stop
+    yield from range(start, count)
