@@ -83,7 +83,9 @@ def test_unknown_option_is_refused_before_anything_runs():
         plan(None, None, xyz=3)
     with pytest.raises(PlanError, match=r"got 3 .*, 8 among.*, such as memory=$"):
         plan(None, None, 8)
-    with pytest.raises(PlanError, match=r"by name some of memory.*mean memory= or host= or timeout=\?$"):
+    with pytest.raises(
+        PlanError, match=r"by name some of memory.*mean memory= or host= or timeout=\?$"
+    ):
         dcpc.compile(None, None, 1e9)
     with pytest.raises(PlanError, match=r"pass it by its name, such as memory=$"):
         dcpc.compile(None, None, "eager")
