@@ -26,7 +26,7 @@ JOINED: dict[str, int] = {
     "errors show the user's own lines, dims by name, and the value that was meant": 65,
 }
 # Benchmark of a capability that joined -> its lines in benchmarks/.
-MEASURED: dict[str, int] = {"tiles": 140}
+MEASURED: dict[str, int] = {"tiles": 140, "away": 133}
 MOST = {
     "lines in dcpc/": 76_291 + sum(JOINED.values()),
     "lines in benchmarks/": 9_809 + sum(MEASURED.values()),

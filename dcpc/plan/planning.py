@@ -517,10 +517,12 @@ def row_of(study: Study, sizes: Sizes, sp: int, request: PlanRequest) -> TriedRo
         found = row(most() if request.recompute_mode == "all" else 0)
     else:
         found = least_recompute(row, most, study.priced)
-    if not request.away_bytes or (found.fits and not found.menu_step and not request.all_leave):
+    if not request.away_bytes:
         return found
     if request.all_leave:
         return row(found.menu_step + LEAVES * study.kinds(found.menu_step))
+    if found.fits and not (found.menu_step and study.overlaps):
+        return found
     return _or_away(found, row, study, request.recompute_mode)
 
 

@@ -194,6 +194,11 @@ class Study:
         """Number of recompute steps; the last one recomputes everything that can be."""
         return self._structure.steps
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether the device copies while it computes."""
+        return self._structure.device.overlaps
+
     def kinds(self, menu_step: int) -> int:
         """Returns how many kinds of values could leave after so many recompute steps."""
         return 0 if self._away is None else len(self._structure.leaving(menu_step).names)
