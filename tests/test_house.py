@@ -19,6 +19,7 @@ JOINED: dict[str, int] = {
     "texts without images: a dim of 0 has a trace of its own; an input may be lacking": 49,
     "ops of other libraries are priced by the calls that their kernels make": 164,
     "forward may compare type(x) with torch.Tensor": 26,
+    "rotary tables are made once a call, which Inductor made in every layer's kernels": 54,
     "models that check values and raise, as transformers' speech models do": 95,
     "logits and MLPs some rows at a time: an op whose graphs are a program's": 1_237,
     "plan files of packed rows; micro-batches in parts of like length where these take less": 37,

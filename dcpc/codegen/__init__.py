@@ -8,7 +8,7 @@ from dcpc.codegen.joint.gathers import UnitNodes, gather_key, take_part
 from dcpc.codegen.joint.joint import Tracer, with_quotients
 from dcpc.codegen.joint.library import Library
 from dcpc.codegen.joint.partition import divided
-from dcpc.codegen.joint.schedule import VIEWS
+from dcpc.codegen.joint.position_tables import VIEWS
 from dcpc.codegen.variant.backends import BACKENDS, compile_graph, decompositions
 from dcpc.codegen.variant.boxed import RUN, Boxed
 from dcpc.codegen.variant.build import Key, LoweredPair

@@ -1,9 +1,10 @@
 """Decides the calls of forward and backward, as lists of a joint graph's nodes.
 
 A value of forward that backward needs is, in this order: an input or parameter (free), a view of an
-available value (recomputed), a mask or table made of positions alone (recomputed), a value that the
-plan recomputes, or else a saved activation. A value is recomputed right before its first use in
-backward, so that recomputed values of one block at a time are alive.
+available value (recomputed), a mask made of positions alone (recomputed; small tables that are dear
+to make are saved, see `position_tables.py`), a value that the plan recomputes, or else a saved
+activation. A value is recomputed right before its first use in backward, so that recomputed values
+of one block at a time are alive.
 """
 
 from __future__ import annotations
@@ -11,23 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from dcpc.codegen.joint.gathers import ROW_CALLS, Turns, UnitNodes
 from dcpc.codegen.joint.joint import Joint
+from dcpc.codegen.joint.position_tables import VIEWS, before_views, made_of_positions, small_tables
 from dcpc.errors import CodegenError
 from dcpc.ir import GatherUnits, Program, Schedule
-
-aten = torch.ops.aten
-
-VIEWS = {
-    aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int,
-    aten.permute.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim,
-    aten.squeeze.default, aten.squeeze.dims, aten.slice.Tensor, aten.select.int,
-    aten.detach.default, aten.alias.default, aten._reshape_alias.default, aten.as_strided.default,
-}  # fmt: skip
-
 
 Reads = Mapping[fx.Node, tuple[fx.Node, ...]]  # of each node: the nodes it reads
 
@@ -48,8 +39,9 @@ class Scheduler:
         self._forward = [n for n in self._nodes if n.name in joint.forward]
         self._names, self._units, self._gathers = joint.forward, joint.units, joint.gathers
         self._always = {n for n in self._forward if not isinstance(n.meta.get("val"), Tensor)}
-        cheap = _cheap(program, joint, self._reads)
-        self._always |= {n for n in self._forward if n.name in cheap or n.target in VIEWS}
+        cheap = made_of_positions(program, joint)
+        kept = small_tables(program, joint, cheap)
+        self._always |= {n for n in self._forward if n.name in cheap - kept or n.target in VIEWS}
         made = [g for u in joint.gathers for g in u.gradients]
         rows = {n for u in joint.gathers for n in u.rows}
         own = [g for g in self._gradients if g not in rows]
@@ -305,7 +297,7 @@ def _releasing_first(joint: Joint, calls: Sequence[fx.Node], reads: Reads) -> li
     for node in calls:
         if node.target not in VIEWS:
             read = [s for s in reads[node] if s in own or s.name in forward]
-            readers |= {_root(s): node for s in read}
+            readers |= {before_views(s): node for s in read}
     last = set(readers.values())
     waits = {
         node: {s for s in reads[node] if s in own}
@@ -329,41 +321,3 @@ def _releasing_first(joint: Joint, calls: Sequence[fx.Node], reads: Reads) -> li
             emit(node)
             done.update(order[first:])
     return order
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """Returns the base of a view."""
-    while node.target in VIEWS:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _cheap(program: Program, joint: Joint, reads: Reads) -> set[str]:
-    """Returns the forward nodes that depend on no parameter and call no op of `_HEAVY`."""
-    placeholders = [n.name for n in program.gm.graph.nodes if n.op == "placeholder"]
-    parameters = {
-        made
-        for made, name in zip(joint.primals, placeholders, strict=False)
-        if name in program.parameters
-    }
-    found: set[str] = set()
-    for node in joint.gm.graph.nodes:
-        if node.op == "placeholder":
-            light = node.name not in parameters
-        else:
-            light = node.name in joint.forward and node.target not in _HEAVY
-            light = light and all(s.name in found for s in reads[node])
-        if light:
-            found.add(node.name)
-    return found
-
-
-_HEAVY = {
-    aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default,
-    aten.convolution.default, torch.ops.dcpc.all_gather.default,
-    torch.ops.dcpc.all_to_all.default, torch.ops.dcpc.all_reduce.default,
-    torch.ops.dcpc.reduce_scatter.default, torch.ops.dcpc.uniform.default,
-    torch.ops.dcpc.normal.default, torch.ops.dcpc.attention_forward.default,
-    torch.ops.dcpc.ring_attention_forward.default, torch.ops.dcpc.swap.default,
-    torch.ops.dcpc.halo.default, torch.ops.dcpc.attention_of_rows_forward.default,
-}  # fmt: skip

@@ -12,7 +12,7 @@ from torch._C import DispatchKey
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
-from dcpc.codegen.joint.schedule import VIEWS
+from dcpc.codegen.joint.position_tables import VIEWS
 from dcpc.fx.fakes.views import VIEW_OPS
 from dcpc.fx.writes import APART
 from dcpc.passes.sharding.op_kinds import VIEW_KINDS
