@@ -20,6 +20,7 @@ JOINED: dict[str, int] = {
     "ops of other libraries are priced by the calls that their kernels make": 164,
     "forward may compare type(x) with torch.Tensor": 26,
     "rotary tables are made once a call, which Inductor made in every layer's kernels": 54,
+    "train_step adds up later micro-batches; calls look up tensors and shapes in less Python": 82,
     "models that check values and raise, as transformers' speech models do": 95,
     "logits and MLPs some rows at a time: an op whose graphs are a program's": 1_237,
     "plan files of packed rows; micro-batches in parts of like length where these take less": 37,

@@ -75,6 +75,8 @@ class Dispatch:
         self.store = store
         self.stats = Stats()
         self.variants: dict[_VariantKey, tuple[Variant, tuple[int, ...]]] = {}
+        # Bucket of a micro-batch, or None; name, shape and dtype of each input -> lengths.
+        self._matched: dict[tuple[Any, ...], tuple[Bucket, Mapping[str, int]]] = {}
         self.menu_steps: dict[SettingKey, int] = {}
         # The units that this round gathers again in backward.
         self._gathering: frozenset[int] | None = None
@@ -161,7 +163,7 @@ class Dispatch:
             )
         return self._buckets.completed({**dict(zip(names, args, strict=False)), **inputs})
 
-    def match(self, inputs: Mapping[str, Tensor]) -> tuple[Bucket, dict[str, int]]:
+    def match(self, inputs: Mapping[str, Tensor]) -> tuple[Bucket, Mapping[str, int]]:
         """Returns the smallest bucket that holds and runs some inputs, and the length of every dim.
 
         Among the lengths is that of the batch.
@@ -170,6 +172,19 @@ class Dispatch:
             DispatchError: names, dtypes or shapes match no bucket, its graphs are not for these
                 lengths, or an input requires a gradient; or it is a call within `torch.func`.
         """
+        self._check(inputs)
+        key = None, *((n, x.shape, x.dtype) for n, x in inputs.items())
+        if key not in self._matched:
+            found = self._buckets.match(*shapes_and_dtypes(inputs), self.lengths.runs_at)
+            bucket, sizes = found
+            own = {n: size for n, size in sizes.items() if n != BATCH}
+            self.lengths.refuse(bucket, own, "call")
+            self.lengths.refuse_compiled_anew(bucket, own)
+            self._matched[key] = found
+        return self._matched[key]
+
+    def _check(self, inputs: Mapping[str, Tensor]) -> None:
+        """Refuses inputs that are no tensors or require a gradient, and calls in `torch.func`."""
         if within_transform():
             raise DispatchError(
                 "got a call within torch.func (vmap, grad, jvp); expected one outside: compiled "
@@ -193,13 +208,8 @@ class Dispatch:
                     "gradients are made for the model's parameters alone; detach it, or declare it "
                     f"as one that learns: {name}: '{spec or 'float32[...]'} requires_grad'"
                 )
-        bucket, sizes = self._buckets.match(*shapes_and_dtypes(inputs), self.lengths.runs_at)
-        own = {n: size for n, size in sizes.items() if n != BATCH}
-        self.lengths.refuse(bucket, own, "call")
-        self.lengths.refuse_compiled_anew(bucket, own)
-        return bucket, sizes
 
-    def _sizes_of(self, mb: MicroBatch, inputs: Mapping[str, Tensor]) -> dict[str, int]:
+    def _sizes_of(self, mb: MicroBatch, inputs: Mapping[str, Tensor]) -> Mapping[str, int]:
         """Returns the length of every dim of a micro-batch: its bucket's, or shorter.
 
         Raises:
@@ -212,12 +222,16 @@ class Dispatch:
                 f"{', '.join(map(str, self._planned.by_bucket))}; take steps of a loader of this "
                 "compiled model"
             )
-        sizes = self._buckets.lengths(*shapes_and_dtypes(inputs))
-        own = {n: size for n, size in sizes.items() if n != BATCH}
-        if own == dict(mb.bucket.shape_key):
-            return self.match(inputs)[1]
-        self.lengths.refuse(mb.bucket, own, "micro-batch")
-        return sizes
+        self._check(inputs)
+        key = mb.bucket, *((n, x.shape, x.dtype) for n, x in inputs.items())
+        if key not in self._matched:
+            sizes = self._buckets.lengths(*shapes_and_dtypes(inputs))
+            own = {n: size for n, size in sizes.items() if n != BATCH}
+            if own == dict(mb.bucket.shape_key):
+                sizes = dict(self.match(inputs)[1])
+            self.lengths.refuse(mb.bucket, own, "micro-batch")
+            self._matched[key] = mb.bucket, sizes
+        return self._matched[key][1]
 
     def input_problem(self, bucket: Bucket, inputs: Mapping[str, Tensor]) -> DispatchError | None:
         """Returns the error of inputs on another device or of values out of range; None: none.
@@ -362,7 +376,9 @@ class Dispatch:
         variant, integers = self._without_padding(
             bucket, sizes, setting, place, given
         ) or self._variant(bucket, sizes, setting, place)
-        own = {name: self.store.taken(t) for name, t in traced.tensors().items()}
+        own = traced.tensors()
+        if self.store.in_rounds:
+            own = {name: self.store.taken(t) for name, t in own.items()}
         named = {**own, **given}
         self.stats.called(bucket, sizes.get(BATCH, 1))
         if seed is None:

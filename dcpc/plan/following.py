@@ -48,6 +48,11 @@ class Followed:
         """Whether each object of a model is the same as at the last look."""
         return self._last.holds(model) and self._facts_of_loss() == self._loss_facts
 
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Parameters of the model at the last look, each once."""
+        return self._last.parameters
+
     def _facts_of_loss(self) -> list[object]:
         """Returns mode, address and dtype of tensors in `loss=`, constants of the graphs."""
         found: list[object] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -224,16 +225,20 @@ class Held:
 
     def bind(self, model: nn.Module) -> None:
         """Looks up the modules that own the tensors again: a submodule may have been replaced."""
-        self._places: list[tuple[str, nn.Module, str]] = []
+        self._places: list[tuple[str, dict[str, Any], str, nn.Module]] = []
         for placeholder, name in self._names.items():
             owner, _, leaf = name.rpartition(".")
-            self._places.append((placeholder, model.get_submodule(owner), leaf))
+            module = model.get_submodule(owner)
+            # A module's own look-up takes 2 us, of each tensor in each call.
+            kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            own = next((kind for kind in kinds if leaf in kind), vars(module))
+            self._places.append((placeholder, own, leaf, module))
 
     def __call__(self) -> dict[str, Tensor]:
         """Returns placeholder name -> parameter, buffer or constant."""
         held = dict(self._constants)
-        for placeholder, module, leaf in self._places:
-            value = getattr(module, leaf, None)
+        for placeholder, own, leaf, module in self._places:
+            value = own.get(leaf)
             if not isinstance(value, Tensor):
                 raise DispatchError(
                     f"the model has no parameter or buffer '{leaf}' in {type(module).__name__} any "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -116,7 +117,9 @@ class Variant:
         """
         if self.draws:
             integers = (*integers[:-1], seed)
-        return self.run([resolved(t) for t in tensors], integers)
+        if any(map(Tensor.is_conj, tensors)) or any(map(Tensor.is_neg, tensors)):
+            tensors = [resolved(t) for t in tensors]
+        return self.run(tensors, integers)
 
     def run(
         self, tensors: Sequence[Tensor], integers: tuple[int, ...], strides: Strides | None = None
@@ -126,7 +129,13 @@ class Variant:
             with forward_alone():
                 found = self.run_forward([*(t.data for t in tensors), *integers])
             return _lying(tuple(found[: self.partition.returned]), strides)
-        return _RunVariant.apply(self, integers, strides, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+        deliver = _deliver.get()
+        own = {} if deliver is None else _deliverable(self, tensors)
+        alone = bool(own) and len(own) == sum(t.requires_grad for t in tensors)
+        handed = _Delivery(deliver, own, alone, tensors)
+        # Autograd would go through every parameter, and add up no gradient.
+        seen = (_NOTHING,) if alone else tensors
+        return _RunVariant.apply(self, integers, strides, handed, *seen)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _lying(outputs: tuple[Tensor, ...], strides: Strides | None) -> tuple[Tensor, ...]:
@@ -202,6 +211,27 @@ def _at(guard: sympy.Basic, sizes: Mapping[sympy.Symbol, int]) -> sympy.Basic | 
     return None if found.has(sympy.nan, sympy.zoo) else found
 
 
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    """The tensors of a call, and what takes the gradients that autograd does not add up.
+
+    Attributes:
+        deliver: function called with a parameter and its gradient; None: autograd adds up all.
+        own: index of a gradient -> its parameter, of those that `deliver` takes.
+        alone: whether these are all gradients. Nobody sees such a call, so nobody writes to what it
+            saves before its backward.
+        tensors: tensors of the call.
+    """
+
+    deliver: Deliver | None
+    own: Mapping[int, torch.nn.Parameter]
+    alone: bool
+    tensors: Sequence[Tensor]
+
+
+_NOTHING = torch.empty(0, requires_grad=True)  # begins a graph whose gradients are all delivered
+
+
 class _RunVariant(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -209,14 +239,13 @@ class _RunVariant(torch.autograd.Function):
         variant: Variant,
         integers: tuple[int, ...],
         strides: Strides | None,
-        *tensors: Tensor,
+        handed: _Delivery,
+        *given: Tensor,
     ) -> tuple[Tensor, ...]:
-        partition = variant.partition
+        partition, tensors = variant.partition, handed.tensors
         arguments = [*tensors, *integers]
         ctx.variant = variant
-        ctx.count = len(tensors)
-        ctx.deliver = deliver = _deliver.get()
-        ctx.own = {} if deliver is None else _deliverable(variant, tensors)
+        ctx.count, ctx.handed = 4 + len(given), replace(handed, tensors=())
         # `.data` keeps the present memory, as `p.data = other` replaces it in the parameter. It
         # takes a tenth of detach()'s time, but does not share the parameter's version counter.
         taken = [arguments[i] for i in variant.backward_takes]
@@ -232,9 +261,10 @@ class _RunVariant(torch.autograd.Function):
             ctx.mark_non_differentiable(*(x for x in outputs if id(x) not in learned))
         ctx.set_materialize_grads(False)  # zeros for logits that take no gradient
         begins = [(i, x.shape, x.dtype, x.device) for i in partition.begins for x in (outputs[i],)]
-        watched = saved + [tensors[i] for i in variant.backward_tensors]
+        watched = [*saved, *(tensors[i] for i in variant.backward_tensors)]
         names = tuple(variant.placeholders[i] for i in variant.backward_tensors)
-        ctx.call = VariantCall(variant.sp, names, begins, saved + primals, watched)
+        kept = saved + primals
+        ctx.call = VariantCall(variant.sp, names, begins, kept, [] if handed.alone else watched)
         return outputs
 
     @staticmethod
@@ -250,10 +280,11 @@ class _RunVariant(torch.autograd.Function):
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph=True
         arguments = call.arguments([gradients[i] for i, *_ in call.begins], keeps=keeps)
         with call.without_casts():
-            found = _gradients(ctx.variant, arguments, ctx.deliver, ctx.own)
-        result: list[Any] = [None] * (ctx.count + 3)
-        for position, gradient in zip(ctx.variant.trainable, found, strict=True):
-            result[position + 3] = gradient
+            found = _gradients(ctx.variant, arguments, ctx.handed)
+        result: list[Any] = [None] * ctx.count
+        if not ctx.handed.alone:
+            for position, gradient in zip(ctx.variant.trainable, found, strict=True):
+                result[position + 4] = gradient
         return tuple(result)
 
 
@@ -263,12 +294,11 @@ def _detached(value: Any) -> Any:
 
 def _deliverable(variant: Variant, tensors: Sequence[Tensor]) -> dict[int, torch.nn.Parameter]:
     """Returns index of a gradient -> its parameter, if only dcpc needs that gradient."""
-    read = [id(t) for t in tensors]
-    own = {}
+    read, own = Counter(map(id, tensors)), {}
     for number, position in enumerate(variant.trainable):
         t = tensors[position]
         hooked = bool(t._backward_hooks) or bool(getattr(t, "_post_accumulate_grad_hooks", None))
-        alone = not hooked and read.count(id(t)) == 1
+        alone = not hooked and read[id(t)] == 1
         # One that was frozen since it was compiled gets no gradient.
         if isinstance(t, torch.nn.Parameter) and t.requires_grad and alone:
             own[number] = t
@@ -276,12 +306,10 @@ def _deliverable(variant: Variant, tensors: Sequence[Tensor]) -> dict[int, torch
 
 
 def _gradients(
-    variant: Variant,
-    arguments: list[Any],
-    deliver: Deliver | None,
-    own: Mapping[int, torch.nn.Parameter],
+    variant: Variant, arguments: list[Any], handed: _Delivery
 ) -> Sequence[Tensor | None]:
     """Runs backward, and returns the gradients that were not passed to `deliver`."""
+    deliver, own = handed.deliver, handed.own
     if deliver is None:
         return variant.run_backward(arguments)  # type: ignore[no-any-return]
 

@@ -206,7 +206,7 @@ class ModelRuns:
                 "are others; call compiled.train() before a step, or compile the model in the mode "
                 "in which it is trained"
             )
-        return self.core.store.follow(self.core.model.parameters())
+        return self.core.store.follow(edition.followed.parameters)
 
     def _stepped(self, step: Step, result: StepResult) -> None:
         """Counts a step's result, and tells the loggers."""

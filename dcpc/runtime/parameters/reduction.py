@@ -263,6 +263,15 @@ class Reduction:
         return False
 
 
+def add_gradient(p: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    """Adds a gradient to that of earlier micro-batches, as autograd would."""
+    if p.grad is None:
+        p.grad = torch.empty_like(p, requires_grad=False)
+        p.grad.copy_(dense_gradient(gradient))
+    else:
+        p.grad.add_(gradient)
+
+
 def used_anywhere(
     used: Mapping[int, bool], groups: Groups, given_up: bool
 ) -> dict[int, int] | None:

@@ -18,6 +18,7 @@ from dcpc.runtime.parameters.reduction import (
     COMM_BUCKET_BYTES,
     GivenUpError,
     Reduction,
+    add_gradient,
     summary,
     trained,
 )
@@ -167,7 +168,7 @@ class OnGroup:
 
         Marks the clock before the first micro-batch and after each.
         """
-        losses, groups = [], self.store.groups
+        losses, groups, later = [], self.store.groups, None
         counts = [turn.own is not None and turn.own.weight != 0 for turn in turns]
         last = max((i for i, each in enumerate(counts) if each), default=-1)
         clock.mark()
@@ -185,21 +186,28 @@ class OnGroup:
                 continue
             attempt.running = mb
             last_or_all = reduction.takes_all or i == last
-            early = self.delivering if last_or_all and groups.world > 1 else None
+            deliver = reduction.deliver if last_or_all and groups.world > 1 else later
             with named(partial(name_of, mb, groups.rank)):
                 inputs = mb.inputs_on(groups.device)
-                with nullcontext() if early is None else early(reduction.deliver):
+                with self._handing(deliver):
                     loss = self.call(mb, inputs)
                 if not loss.requires_grad:
                     raise _no_gradient()
                 factor = mb.weight / total
                 (loss * factor).backward()
                 reduction.collect()
+            later = None if reduction.takes_all else add_gradient
             if mb.ranks[0] == groups.rank:
                 losses.append(loss.detach().double() * factor)
             clock.mark()
         reduction.send()
         return float(torch.stack(losses).sum()) if losses else 0.0
+
+    def _handing(self, deliver: Deliver | None) -> AbstractContextManager[object]:
+        """Returns a context for calls whose gradients go there; None: autograd adds them up."""
+        if deliver is None or self.delivering is None:
+            return nullcontext()
+        return self.delivering(deliver)
 
 
 def _no_gradient() -> PlanError:

@@ -81,23 +81,27 @@ class ModuleState:
     Attributes:
         entries: facts by name, in the order of the modules.
         kinds: dtype, device, shape and strides of each tensor, by name.
+        parameters: parameters of the model, each once.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model, self.parameters = model, [*model.parameters()]
         self._visit = visit = _Visit(model)
         self.entries, self.kinds = visit.entries, visit.kinds
-        self._objects = list(visit.watched_objects())
+        self._objects, self._attributes = list(visit.watched_objects()), visit.attributes()
         self._facts = visit.tensor_facts()
         self._slots = visit.slot_values()
 
     def holds(self, model: nn.Module) -> bool:
         """Whether every object is the same one as before; if not, `entries` may still be equal.
 
-        It takes about 1 us for each module and each tensor, as it runs at every call.
+        It takes about 1 us for each module and half of one for each tensor, as it runs at every
+        call.
         """
         return (
             model is self._model
+            and not any(self._visit.empty)
+            and self._visit.attributes() == self._attributes
             # Each ends with the watched list itself, so a longer one differs at its end.
             and all(map(operator.is_, self._visit.watched_objects(), self._objects))
             and self._visit.tensor_facts() == self._facts
@@ -146,13 +150,16 @@ class _Visit:
     Attributes:
         entries: see `ModuleState`.
         kinds: see `ModuleState`.
+        empty: live containers that were empty, as those of hooks mostly are.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.empty: list[Collection[Any]] = []
         self.entries: dict[str, Entry] = {}
         self.kinds: dict[str, tuple[object, ...]] = {}
         self._seen: set[int] = set()  # ids of objects
         self._watched: list[Collection[Any]] = []  # live containers; of mappings keys and values
+        self._named: list[Mapping[str, Any]] = []  # attributes of modules and classes, by name
         self._tensors: list[Tensor] = []
         self._loose: list[Tensor] = []  # no parameters or buffers: a trace takes them as they are
         self._slotted: list[tuple[Any, str]] = []
@@ -169,6 +176,10 @@ class _Visit:
         """Yields the current items of all watched containers, then the list of containers."""
         return chain(chain.from_iterable(self._watched), (self._watched,))
 
+    def attributes(self) -> list[str]:
+        """Returns the names of all attributes: equal texts are one name, unlike equal objects."""
+        return [*chain.from_iterable(self._named)]
+
     def tensor_facts(self) -> list[object]:
         """Returns the facts that a trace relies on: dtype, device, shape and strides of tensors."""
         tensors, loose = self._tensors, self._loose
@@ -183,15 +194,19 @@ class _Visit:
         self.entries[name] = Entry(text, which)
 
     def _watch(self, container: Collection[Any]) -> None:
-        self._watched.append(container)
-        if isinstance(container, _MAPPINGS):
+        (self._watched if container else self.empty).append(container)
+        if container and isinstance(container, _MAPPINGS):
             self._watched.append(container.values())
+
+    def _watch_attributes(self, owner: object) -> None:
+        self._named.append(vars(owner))
+        self._watched.append(vars(owner).values())
 
     def _module(self, name: str, module: nn.Module) -> None:
         self._add(name, type(module).__name__, id(module))
         if self._is_known(module):
             return
-        self._watch(vars(module))
+        self._watch_attributes(module)
         self._class(type(module))
         for attribute, value in vars(module).items():
             inner = f"{name}.{attribute}".lstrip(".")
@@ -205,7 +220,8 @@ class _Visit:
                 self._value(inner, value, 0)
 
     def _hooks(self, name: str, hooks: Mapping[int, Any]) -> None:
-        self._watched.append(hooks)  # by its keys, as each hook has a unique number
+        # By its keys, as each hook has a unique number.
+        (self._watched if hooks else self.empty).append(hooks)
         called = [h for h in hooks.values() if not isinstance(h, bool)]
         if hooks:
             texts = ", ".join(getattr(h, "__qualname__", type(h).__name__) for h in called)
@@ -217,7 +233,7 @@ class _Visit:
             name = f"class {base.__qualname__}"
             if base in (nn.Module, object) or self._is_known(base):
                 continue
-            self._watch(vars(base))
+            self._watch_attributes(base)
             for attribute, value in vars(base).items():
                 if not attribute.startswith("__") or attribute in ("__call__", "__getattr__"):
                     self._value(f"{name}.{attribute}", value, DEPTH)

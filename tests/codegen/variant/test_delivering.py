@@ -17,7 +17,8 @@ def compiled(request):
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=64, dim=32, n_layers=2, n_heads=4, tie_embeddings=request.param)
     buckets = dcpc.Buckets(
-        inputs=dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]"), sizes=[{"seq": 12}]
+        inputs=dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]"),
+        sizes=[{"seq": 12, "batch": 2}],
     )
     return dcpc.compile(GPT(config).double(), buckets, backend="eager", verify="off")
 
@@ -86,4 +87,32 @@ def test_hooks_of_the_user_are_called(compiled):
     found = delivered(compiled)
     handle.remove()
     check(compiled, {**want, name: 2 * want[name]}, found, {name})
+    compiled.zero_grad()
+
+
+def test_autograd_goes_through_parameters_only_where_it_adds_up(compiled):
+    tied = len(list(compiled.model.named_parameters(remove_duplicate=False)))
+    every = len(list(compiled.parameters()))
+    with delivering(lambda p, gradient: None):
+        seen = compiled(X, X).grad_fn.next_functions
+    assert len(seen) == (1 if tied == every else tied + 2)  # two inputs, if any
+
+
+def test_hooks_of_the_user_are_called_in_every_micro_batch(compiled):
+    data = [{"input_ids": x, "labels": x} for x in X.repeat(3, 1)]
+    (step,) = dcpc.DataLoader(
+        data, compiled, samples_per_step=6, shuffle=False, pad={"input_ids": 0, "labels": -100}
+    )
+    calls, p = [], list(compiled.parameters())[-1]
+    compiled.zero_grad()
+    compiled.train_step(step)
+    want = p.grad.clone()
+    for register in (p.register_hook, p.register_post_accumulate_grad_hook):
+        handle = register(lambda x: calls.append(x))
+        compiled.zero_grad()
+        compiled.train_step(step)
+        handle.remove()
+        assert len(calls) == len(step.micro_batches) > 1
+        assert torch.equal(p.grad, want)
+        calls.clear()
     compiled.zero_grad()

@@ -87,7 +87,8 @@ class ModelInStages:
         self, edition: Edition, problem: DcpcError | None, inputs: dict[str, Tensor]
     ) -> tuple[Any, ...]:
         """Returns forward's outputs for a batch that all ranks of this pipeline have."""
-        layout, sizes, text = self.grid.layout, dict[str, int](), ""
+        layout, text = self.grid.layout, ""
+        sizes: Mapping[str, int] = {}
         self.core.calls += 1
         try:
             bucket, sizes = edition.dispatch.match(inputs)
