@@ -5,10 +5,13 @@ from datetime import timedelta
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
-from dcpc.errors import GroupError
+import dcpc
+from dcpc.errors import GroupError, PlanError
 from dcpc.runtime.groups import agreement, watch
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
@@ -122,3 +125,30 @@ def test_check_is_one_reduction_of_32_bytes():
 
 def test_alone_everything_agrees():
     agree(Groups(), 1, "step", "1")
+
+
+class Squares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return (self.weight * x).square().mean()
+
+
+def after_a_wrong_option(rank: int) -> list[str]:
+    """What becomes of a compile with a wrong option on one rank, and of the next."""
+    buckets, found = dcpc.Buckets({"x": "float32[batch, n, 4]"}, [{"n": 3}]), []
+    for backend in ("egaer" if rank else "eager", "eager"):
+        try:
+            dcpc.compile(Squares(), buckets, backend=backend, verify="off")
+            found.append("made")
+        except PlanError as e:
+            found.append(str(e).partition(";")[0])
+    return found
+
+
+def test_a_wrong_option_of_one_rank_is_all_ranks_and_the_next_compile_is_made():
+    """Ranks count their sections: one that was refused before it began one fell behind for good."""
+    told, made = ["rank 1: got backend='egaer'", "made"], run_ranks(after_a_wrong_option, 2)
+    assert made == [told, told]

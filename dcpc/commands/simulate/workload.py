@@ -66,11 +66,11 @@ def read_lengths(file: Path) -> Lengths:
         found = json.loads(file.read_text(encoding="utf-8"))["lens"]
         given = np.array(found)
         if given.size and given.dtype.kind not in "iu":
-            raise ValueError(f"lens is of {given.dtype}, not of integers")
+            raise ValueError("lens with other values than whole numbers below 2**63")
         lens = given.astype(np.int64)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise PlanError(
-            f"{file}: got {getattr(error, 'strerror', None) or f'{type(error).__name__}: {error}'}"
+            f"{file}: got {_unread(error)}"
             '; expected a JSON file {"lens": [tokens, ...]}; correct it'
         ) from error
     if lens.ndim != 1 or not len(lens) or lens.min() < 1:
@@ -79,6 +79,17 @@ def read_lengths(file: Path) -> Lengths:
             "expected a list of positive integers in lens; correct it"
         )
     return Lengths(np.full(len(lens), 1 / len(lens)), lens, lens)
+
+
+def _unread(error: Exception) -> str:
+    """Returns in words why no lengths were read."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"no JSON from line {error.lineno}, column {error.colno} on"
+    if isinstance(error, UnicodeDecodeError):
+        return "a file that is no text"
+    if isinstance(error, KeyError | TypeError):
+        return "JSON without a list of numbers named lens"
+    return getattr(error, "strerror", None) or str(error)
 
 
 def read_histogram(file: Path) -> Lengths:

@@ -80,13 +80,22 @@ def test_batches_reach_their_tokens(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "wrong"),
-    [("{}", "KeyError"), ('{"lens": []}', "0 lengths"), ('{"lens": [0]}', "from 0 tokens")],
+    [
+        ("{}", "without a list"),
+        ("[3]", "without a list"),
+        ("", "no JSON from line 1, column 1"),
+        ('{"lens": [3, 4}', "no JSON from line 1, column 15"),
+        ('{"lens": [0.5]}', "other values"),
+        ('{"lens": []}', "0 lengths"),
+        ('{"lens": [0]}', "from 0 tokens"),
+    ],
 )
 def test_lengths_that_cannot_be_read_say_what_is_expected(tmp_path, text, wrong):
     file = tmp_path / "l.json"
     file.write_text(text)
-    with pytest.raises(PlanError, match=wrong):
+    with pytest.raises(PlanError, match=wrong) as raised:
         read_lengths(file)
+    assert "Error" not in str(raised.value)
 
 
 def test_cost_file_with_an_unknown_field_is_refused(tmp_path):
