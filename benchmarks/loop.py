@@ -207,7 +207,7 @@ def main() -> None:
     args = parser("loop", __doc__.partition("\n")[0]).parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    run = Run(4, 16_384, 7, 240.0, 31)
+    run = Run(4, 16_384, 7, 150.0, 61)
     if args.quick:
         run = Run(1, 4096, 4, 2.0, 7, 4, (3, 30), Path(asyncio.__file__).parent)
     figures = races(run) | overheads(run, args.quick)
