@@ -71,7 +71,7 @@ class PlanRequest:
         optimizer: memory of what trains the model.
         tile: most rows of a tile of the widest values; "auto": where that pays; "none": no tiles.
         away_bytes: most bytes of saved values that may leave a rank's device; 0: none do.
-        all_leave: whether all that can leave do, whether that pays or not.
+        all_leave: whether all leave that can and find room, whether that pays or not.
     """
 
     sps: tuple[int, ...]
@@ -520,7 +520,10 @@ def row_of(study: Study, sizes: Sizes, sp: int, request: PlanRequest) -> TriedRo
     if not request.away_bytes:
         return found
     if request.all_leave:
-        return row(found.menu_step + LEAVES * study.kinds(found.menu_step))
+        kinds = study.kinds(found.menu_step)
+        while kinds and row(found.menu_step + LEAVES * kinds).away_bytes > request.away_bytes:
+            kinds -= 1
+        return row(found.menu_step + LEAVES * kinds)
     if found.fits and not (found.menu_step and study.overlaps):
         return found
     return _or_away(found, row, study, request.recompute_mode)

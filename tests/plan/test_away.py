@@ -3,6 +3,7 @@
 import copy
 import errno
 import gc
+import itertools
 
 import pytest
 import torch
@@ -76,9 +77,15 @@ def store_in(compiled):
     return store_of(text)
 
 
-@pytest.mark.parametrize("place", [{"host": "64MB"}, {"disk": "/tmp:64MB"}], ids=["host", "disk"])
-@pytest.mark.parametrize("recompute", ["none", "all"])
-@pytest.mark.parametrize("make", [Mixed, gpt], ids=["mixed", "gpt"])
+HOST, DISK = {"host": "64MB"}, {"disk": "/tmp:64MB"}
+EVERY = [*itertools.product((Mixed, gpt), ("none", "all"), (HOST, DISK))]
+QUICK = ((Mixed, "none", HOST), (gpt, "all", DISK))
+
+
+@pytest.mark.parametrize(
+    ("make", "recompute", "place"),
+    [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow) for c in EVERY],
+)
 def test_the_same_bits(make, recompute, place):
     model = make().double()
     spec = buckets(24, 64)
@@ -105,7 +112,8 @@ def test_the_same_bits_by_inductor(recompute):
         assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("layers", [3, 8])  # with 8 three copies of a block stand for all
+# With 8 three copies of a block stand for all.
+@pytest.mark.parametrize("layers", [pytest.param(3, marks=pytest.mark.slow), 8])
 def test_the_predicted_peak(layers):
     spec = buckets(256, batch=2)
     whole = compiled_with(gpt(layers), spec, recompute="none")

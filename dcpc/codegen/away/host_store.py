@@ -73,6 +73,7 @@ class HostSlot:
     def __init__(self, size_bytes: int, pinned: bool) -> None:
         self.size_bytes = size_bytes
         self._mapping: mmap.mmap | None = None
+        self._last: Any = None  # event of the last copy: the next one may be on the other stream
         if pinned:
             self._held = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
         else:
@@ -101,9 +102,12 @@ class HostSlot:
             return Done()
         stream = _streams(device)[way]
         stream.wait_stream(torch.cuda.current_stream(device))
+        if self._last is not None:
+            stream.wait_event(self._last)
         with torch.cuda.stream(stream):
             into.copy_(value, non_blocking=True)
-        return _OnStream(stream.record_event())
+        self._last = stream.record_event()
+        return _OnStream(self._last)
 
 
 _STREAMS: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}

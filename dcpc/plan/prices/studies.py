@@ -84,6 +84,7 @@ class Structure:
         turns: recompute steps that gather parameters again in backward, in order.
         sizes: size of each integer of the graph at which choices are weighed.
         kinds: number of recompute steps -> kinds of values that could leave (a cache).
+        leaving: menu step with values that leave -> its calls, as from `schedule` (a cache).
     """
 
     lowering: LoweredPair
@@ -97,6 +98,7 @@ class Structure:
     turns: tuple[GatherStep, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     kinds: dict[int, AwayKinds] = field(default_factory=dict)
+    leaving: dict[int, tuple[Schedule, Fold | None]] = field(default_factory=dict)
 
     @property
     def menu(self) -> Menu:
@@ -155,10 +157,10 @@ class Structure:
         """Returns keys of the values that leave the device."""
         kinds, recomputed = divmod(menu_step, LEAVES)
         return (
-            {self.keys[name] for name in self.leaving(recomputed).first(kinds)} if kinds else set()
+            {self.keys[name] for name in self.kinds_at(recomputed).first(kinds)} if kinds else set()
         )
 
-    def leaving(self, menu_step: int) -> AwayKinds:
+    def kinds_at(self, menu_step: int) -> AwayKinds:
         """Returns the kinds of values that could leave after so many recompute steps."""
         if menu_step not in self.kinds:
             schedule, copies = self.schedule(menu_step)
@@ -201,7 +203,7 @@ class Study:
 
     def kinds(self, menu_step: int) -> int:
         """Returns how many kinds of values could leave after so many recompute steps."""
-        return 0 if self._away is None else len(self._structure.leaving(menu_step).names)
+        return 0 if self._away is None else len(self._structure.kinds_at(menu_step).names)
 
     @property
     def turns(self) -> tuple[int, ...]:
@@ -263,8 +265,9 @@ class Study:
         """Returns a prediction with the bytes that leave, and the seconds waited for them."""
         structure, away = self._structure, self._away
         assert away is not None, "values leave where they may"
-        schedule, copies = structure.schedule(menu_step)
-        events = events_of(schedule, copies, self._meter, sizes, structure.device)
+        if menu_step not in structure.leaving:
+            structure.leaving[menu_step] = structure.schedule(menu_step)
+        events = events_of(*structure.leaving[menu_step], self._meter, sizes, structure.device)
         out_s, back_s = away.waits(*events, structure.device)
         return replace(
             found,
