@@ -163,6 +163,13 @@ def test_buckets_that_hold_no_long_sequences_do_not_mislead(world, count, most_g
     assert plan.makespan_s < padded.makespan_s
 
 
+def test_what_all_lengths_share_is_no_room_between_them():
+    """Rows of 200 tokens hold two sequences of 96, with 8 that none can use: 10 take 5 rows."""
+    plan, _ = planned([96] * 10, table_of([200], [1], 1))
+    assert len(plan.micro_batches) == 5
+    assert plan.gap < 2e-3
+
+
 WIDE = table_of([200, 400, 800, 1600], [1, 2, 3, 4, 6, 8], 8)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from dcpc.runtime.planner.packed.fluid import ShortFluid
 from dcpc.runtime.planner.packed.kinds import Floats, PackedWork
-from dcpc.runtime.planner.packed.layout import Layout
+from dcpc.runtime.planner.packed.layout import Laid
 
 # Micro-batches that are offered a sequence before it counts as left over.
 _OFFERS = 8
@@ -76,7 +76,7 @@ class PackedDraft:
         return free_s
 
 
-def filled(layout: Layout) -> PackedDraft:
+def filled(layout: Laid) -> PackedDraft:
     """Returns the micro-batches of a layout with every short sequence in one.
 
     Sequences without room within the layout's seconds go where they end earliest.
@@ -97,7 +97,7 @@ class _ShortFilling:
     Those that the same ranks run one after the other share the seconds that are left for these.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Laid) -> None:
         self._work = layout.work
         self.draft = PackedDraft(layout.work)
         self._left_s: list[float] = []  # of micro-batches that share them
@@ -136,7 +136,7 @@ class _ShortFilling:
         in_time = self._left_s[self._shared[number]] / self._work.pace_s[own.kind]
         return float(min(in_time, sum(own.rooms)))
 
-    def _open(self, layout: Layout) -> None:
+    def _open(self, layout: Laid) -> None:
         """Makes the groups' micro-batches, then those of ranks that are free at the end."""
         work = self._work
         free = [(s.first, s.size, s.left_s) for s in layout.segments]
@@ -161,7 +161,7 @@ class _ShortFilling:
         kind = self._work.kinds[number]
         begin = -(-first // kind.degree) * kind.degree if self._work.aligned else first
         for at in range(begin, first + size - kind.degree + 1, kind.degree):
-            bins = [_empty(self._work, number, at) for _ in range(count)]
+            bins = [empty_bin(self._work, number, at) for _ in range(count)]
             self._share(bins, left_s - count * kind.fixed_s)
 
     def _share(self, bins: list[Bin], left_s: float) -> None:
@@ -170,7 +170,8 @@ class _ShortFilling:
         self.draft.bins += bins
 
 
-def _empty(work: PackedWork, number: int, first: int) -> Bin:
+def empty_bin(work: PackedWork, number: int, first: int) -> Bin:
+    """Returns a micro-batch of a kind without sequences."""
     kind = work.kinds[number]
     return Bin(number, first, [[] for _ in range(kind.rows)], [float(kind.room)] * kind.rows)
 
@@ -206,7 +207,7 @@ class _Squeezing:
         alone_s = float(block_s[block] + work.load_s[kind, sequence] + work.fixed_s[kind])
         if alone_s < found_s[number]:
             number = len(self._draft.bins)
-            self._draft.bins.append(_empty(work, kind, block * degree))
+            self._draft.bins.append(empty_bin(work, kind, block * degree))
             self._note(number)
         own = self._draft.bins[number]
         more_s = own.empty * work.fixed_s[own.kind] + work.load_s[own.kind, sequence]

@@ -33,6 +33,8 @@ class ShortFluid:
         work: the batch.
         most_s: seconds up to which they are known.
         alone_s: seconds of each sequence by itself, [kind, sequence].
+        at, tokens: points of A for a rank: seconds left, tokens; straight between them.
+        period_s: seconds of a full micro-batch of the base kind.
     """
 
     def __init__(self, work: PackedWork, most_s: float) -> None:
@@ -43,23 +45,23 @@ class ShortFluid:
             count = min(_MOST, int(most_s / period_s) + 1)
             whole = np.arange(count + 1) * period_s
             points.update(whole.tolist(), (whole + work.fixed_s[j]).tolist())
-        self._at: Floats = np.array(sorted(p for p in points if p <= most_s))
-        tokens = np.zeros(len(self._at))
+        self.at: Floats = np.array(sorted(p for p in points if p <= most_s))
+        tokens = np.zeros(len(self.at))
         for j in work.bases:
-            tokens = np.maximum(tokens, taken(work, j, self._at)[0])
-        self._tokens = tokens / work.degree[work.base]
+            tokens = np.maximum(tokens, taken(work, j, self.at)[0])
+        self.tokens = tokens / work.degree[work.base]
         base = work.base
-        self._period_s = float(work.fixed_s[base] + work.tokens[base] * work.pace_s[base])
+        self.period_s = float(work.fixed_s[base] + work.tokens[base] * work.pace_s[base])
 
     def rank_tokens(self, left_s: Floats) -> Floats:
         """Returns A for a rank of a group, by the seconds that are left."""
-        return np.asarray(np.interp(left_s, self._at, self._tokens))
+        return np.asarray(np.interp(left_s, self.at, self.tokens))
 
     def group_tokens(self, left_s: Floats, room: Floats, kind: Integers) -> tuple[Floats, Floats]:
         """Returns B of groups, and b of each; -inf: a group has no time for its own sequences."""
         degree, pace_s = self.work.degree[kind], self.work.pace_s[kind]
         top = np.maximum(0.0, np.minimum(room, left_s / pace_s))
-        period_s = self._period_s
+        period_s = self.period_s
         nearest_s = np.floor(left_s / period_s) * period_s
         farthest_s = np.ceil((left_s - top * pace_s) / period_s - _ROUNDING) * period_s
         b = (left_s - np.stack([left_s, nearest_s, farthest_s, left_s - top * pace_s])) / pace_s

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import gcd, inf
 
 import numpy as np
 import numpy.typing as npt
@@ -108,7 +108,8 @@ class PackedWork:
         ranks: number of ranks.
         node_ranks: ranks of a node.
         aligned: groups are blocks that begin at a multiple of their size.
-        degree, fixed_s, tokens, room: of each kind.
+        degree, fixed_s, room: of each kind.
+        tokens: most tokens of a micro-batch of each kind, by the lengths' greatest common divisor.
         load_s: seconds that a sequence adds to a micro-batch, [kind, sequence]; inf: does not fit.
         long: number of sequences that are placed one by one, the first ones.
         base: number of the kind that runs the others most cheaply.
@@ -141,7 +142,11 @@ class PackedWork:
         self.node_ranks = max(1, min(node_ranks, ranks))
         self.degree: Integers = np.array([k.degree for k in kinds])
         self.fixed_s: Floats = np.array([k.fixed_s for k in kinds])
-        self.tokens: Floats = np.array([k.tokens for k in kinds], dtype=np.float64)
+        step = gcd(*(int(n) for n in lengths))
+        rooms = [k.room // step * step or k.room for k in kinds]
+        self.tokens: Floats = np.array(
+            [k.rows * n for k, n in zip(kinds, rooms, strict=True)], float
+        )
         self.room: Floats = np.array([k.room for k in kinds], dtype=np.float64)
         n = self.lengths
         self.load_s: Floats = np.stack([k.load_s(n) for k in kinds])

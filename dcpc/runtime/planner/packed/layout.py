@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dcpc.runtime.planner.packed.fluid import ShortFluid
-from dcpc.runtime.planner.packed.kinds import Floats, Integers
+from dcpc.runtime.planner.packed.kinds import Floats, Integers, PackedWork
 
 # Of two places that displace as much the one of fewer rank-seconds; counts as much beside tokens.
 _THRIFT = 1e-3
@@ -83,38 +83,36 @@ class _Places:
     cost_s: Floats
 
 
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """Changes to the rule that places each sequence, longest first, where it is cheapest.
+class Laid:
+    """The long sequences of a batch on ranks.
 
     Attributes:
-        order: the long sequences, in the order in which they are placed.
-        against: tokens that a place by some kind costs more, [sequence, kind].
+        fluid, work: the batch.
+        groups: groups in the order in which ranks run them.
+        segments: ranks without a group, or after one.
     """
 
-    order: Integers
-    against: Floats
+    def __init__(self, fluid: ShortFluid) -> None:
+        """Makes one without groups and ranks."""
+        self.fluid, self.work = fluid, fluid.work
+        self.groups: list[LaidGroup] = []
+        self.segments: list[Segment] = []
 
 
-class Layout:
+class Layout(Laid):
     """The long sequences of a batch placed in a step of given seconds.
 
     Attributes:
         step_s: seconds of the step.
         spare: tokens that could be taken up besides the short sequences; < 0: it is too short, by
             about so many.
-        groups: groups in the order in which ranks run them.
-        segments: ranks without a group, or after one.
     """
 
-    def __init__(
-        self, fluid: ShortFluid, step_s: float, wishes: Wishes | None = None, least: float = 0.0
-    ) -> None:
+    def __init__(self, fluid: ShortFluid, step_s: float) -> None:
         """Places the sequences."""
-        self.fluid, self.work, self.step_s = fluid, fluid.work, step_s
-        work = self.work
+        super().__init__(fluid)
+        work, self.step_s = self.work, step_s
         self.segments = [Segment(0, work.ranks, step_s)]
-        self.groups: list[LaidGroup] = []
         count = work.long
         self._kind: Integers = np.zeros(count, dtype=np.int64)
         self._left_s, self._room, self._row = np.zeros(count), np.zeros(count), np.zeros(count)
@@ -122,12 +120,9 @@ class Layout:
         self._open = np.zeros(count, dtype=bool)
         most = work.ranks * float(fluid.rank_tokens(np.array(step_s)))
         self.spare = most - work.short_tokens
-        self._against = None if wishes is None else wishes.against
-        order = np.arange(count) if wishes is None else wishes.order
-        for number, sequence in enumerate(order.tolist()):
-            if self.spare < least or not self._place(sequence):
-                left = float(work.lengths[order[number:]].sum()) + work.short_tokens
-                self.spare = min(self.spare, -left)
+        for sequence in range(count):
+            if self.spare < 0 or not self._place(sequence):
+                self.spare = min(self.spare, -float(work.lengths[sequence:].sum()))
                 break
 
     def _place(self, sequence: int) -> bool:
@@ -136,8 +131,6 @@ class Layout:
         value, taken = self.fluid.group_tokens(places.left_s, places.room, places.kind)
         displaced = places.before - value
         cost = displaced + _THRIFT / self.work.pace_s[self.work.base] * places.cost_s
-        if self._against is not None:
-            cost += self._against[sequence][places.kind]
         for _ in range(min(_TRIED, len(cost))):
             at = int(cost.argmin())
             if not np.isfinite(cost[at]):
@@ -204,7 +197,8 @@ class Layout:
             size = int(self.work.degree[outer.kind])
             self.segments.append(Segment(outer.first, size, float(left_s)))
             where = len(self.segments) - 1
-        first = self._first(self.segments[where], degree)
+        own = self.segments[where]
+        first = first_rank(self.work, own.first, own.size, degree)
         if first is None:
             return None
         self._split(self.segments.pop(where), first, degree)
@@ -235,21 +229,6 @@ class Layout:
         group.rooms[batch][row] -= tokens
         self._row[number] = max(max(rooms) for rooms in group.rooms)
 
-    def _first(self, segment: Segment, degree: int) -> int | None:
-        """Returns the first of so many ranks of a segment; small groups stay inside a node."""
-        work, end = self.work, segment.first + segment.size
-        if work.aligned:
-            first = -(-segment.first // degree) * degree
-        elif degree >= work.node_ranks:
-            first = -(-segment.first // work.node_ranks) * work.node_ranks
-            if first + degree > end:
-                first = segment.first
-        else:
-            first = segment.first
-            if first // work.node_ranks != (first + degree - 1) // work.node_ranks:
-                first = (first // work.node_ranks + 1) * work.node_ranks
-        return first if first + degree <= end else None
-
     def _split(self, segment: Segment, first: int, degree: int) -> None:
         """Leaves the ranks before and after a new group as segments."""
         after, end = first + degree, segment.first + segment.size
@@ -257,3 +236,17 @@ class Layout:
             self.segments.append(Segment(segment.first, first - segment.first, segment.left_s))
         if after < end:
             self.segments.append(Segment(after, end - after, segment.left_s))
+
+
+def first_rank(work: PackedWork, first: int, size: int, degree: int) -> int | None:
+    """Returns the first of so many ranks of a block; small groups stay inside a node."""
+    end, begin = first + size, first
+    if work.aligned:
+        begin = -(-first // degree) * degree
+    elif degree >= work.node_ranks:
+        begin = -(-first // work.node_ranks) * work.node_ranks
+        if begin + degree > end:
+            begin = first
+    elif first // work.node_ranks != (first + degree - 1) // work.node_ranks:
+        begin = (first // work.node_ranks + 1) * work.node_ranks
+    return begin if begin + degree <= end else None

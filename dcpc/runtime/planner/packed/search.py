@@ -15,7 +15,7 @@ from dcpc.runtime.planner.packed.layout import Layout
 # The step's seconds are looked for as finely as this, first this far above the bound.
 _FINELY, _FIRST = 0.003, 0.02
 # How much of what a layout has to spare the next one has less, and how near to one that is known.
-_EAGER, _NEAR = 1.1, 0.2
+_EAGER, _NEAR = 1.0, 0.2
 # Longer steps that are tried for a filling that ends earlier.
 _LONGER = (1.0, 1.004, 1.01, 1.02)
 # Share of a cheapest micro-batch beyond which a sequence counts as long, besides the usual one.
