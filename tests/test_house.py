@@ -24,7 +24,7 @@ JOINED: dict[str, int] = {
     "models that check values and raise, as transformers' speech models do": 95,
     "logits and MLPs some rows at a time: an op whose graphs are a program's": 1_237,
     "plan files of packed rows; micro-batches in parts of like length where these take less": 37,
-    "saved values of long buckets wait in the host's memory or on a disk, bits as they were": 1_134,
+    "saved values of long buckets wait in the host's memory or on a disk, bits as they were": 1_160,
     "a packed step's plan goes on getting better: its groups changed one by one (evolve)": 281,
     "errors show the user's own lines, dims by name, and the value that was meant": 65,
 }
