@@ -14,6 +14,7 @@ import linecache
 import sys
 from functools import cache
 from itertools import islice
+from types import FrameType
 
 from dcpc.errors import is_ours
 
@@ -26,9 +27,7 @@ def passing() -> bool | None:
 
     None where that line is no such check, or code that called it may catch what it raises.
     """
-    frame = sys._getframe(1)
-    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
-        frame = frame.f_back
+    frame = _asking()
     tree, callers = _tree(frame.f_code.co_filename), [frame]
     # What makes the value comes before what tests it, but for comparisons in Python 3.13.
     now = frame.f_lasti // 2
@@ -40,6 +39,20 @@ def passing() -> bool | None:
     theirs = [(f.f_code.co_filename, f.f_lineno) for f in callers]
     outside = ((_tree(file), line) for file, line in theirs if "/torch/" not in file)
     return None if found is None or any(_catches(*at) for at in outside) else found
+
+
+def _asking() -> FrameType:
+    """Returns the frame of forward, or of torch, whose question is being answered."""
+    frame = sys._getframe(1)
+    inner = ("passing", "asked_by_torch", "__torch_function__", "_called", "_answer")
+    while frame.f_code.co_name in inner and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def asked_by_torch() -> bool:
+    """Whether code of torch's asks, such as `torch._check`, which a trace takes as it is."""
+    return "/torch/" in _asking().f_code.co_filename
 
 
 def _tree(file: str) -> ast.AST:

@@ -1,11 +1,16 @@
-"""Loss and gradients of the user's own model, beside which everything is held."""
+"""Loss and gradients of the user's own model, beside which everything is held.
+
+Of a branch on values it says which side is right for all: the judge of a trace. The plain model
+runs on drawn inputs, among them masks of ones and of zeros, as it is and with the answer of a side.
+That side is right where loss and gradients agree for inputs whose own answer is the other one.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,19 +20,24 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dcpc.buckets import Buckets
+from dcpc.ir import Program
 from dcpc.trace import casting
 from dcpc.trace.capture.module_state import holding, untouched
 from dcpc.trace.loss import Loss, find_outputs, one_number, returned, returns_statistics
 from dcpc.trace.statistics import new_statistics, running_names
+from dcpc.trace.value_branches import JUDGES, Answers, refused
 from dcpc.verify.draws import KnownDraws
-from dcpc.verify.exactness import Gaps, LossAndGradients, gaps_of
+from dcpc.verify.exactness import EXACT, Gaps, LossAndGradients, error_of, gaps_of
 from dcpc.verify.float64 import float64_throughout
+from dcpc.verify.inputs import KINDS, draw
 from dcpc.verify.points import Point
 from dcpc.verify.replay import RightKernels
 
 # Runs of the plain model at each of two sizes of what its ops' results are moved by, and how many
 # times smaller the second size is.
 RUNS, FINER = 3, 16
+EACH = 4  # inputs that a side of a branch is tried with
 
 # Losses that differ by less are alike: relative to the largest of them, and at all (a loss that is
 # 0 but for rounding has no digit that counts). In float64 the first leaves room for an op of the
@@ -262,3 +272,97 @@ def leaves_of(
     learning = {n for n in inputs if input_name(n) in wanted}
     given = {n: widened(t, wide) for n, t in inputs.items()}
     return {n: t.detach().requires_grad_() if n in learning else t for n, t in given.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _TakenRun:
+    """A run of the plain model by its own answers."""
+
+    inputs: Mapping[str, Tensor]
+    outcome: LossAndGradients
+    answers: Answers
+
+
+class _Judge:
+    def __init__(
+        self, model: nn.Module, buckets: Buckets, program: Program, loss: Loss | None
+    ) -> None:
+        self._model, self._loss = model, loss
+        tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        every = (self._run(x, {}) for x in _drawn(program, buckets, device))
+        self._runs = [run for run in every if run is not None]
+
+    def _run(self, inputs: Mapping[str, Tensor], forced: Mapping[str, bool]) -> _TakenRun | None:
+        """Returns a run; None where the model refuses the inputs, or makes no numbers of them."""
+        with Answers(forced) as answers:
+            try:
+                found = plain(self._model, inputs, wide=True, loss=self._loss)
+            except Exception:  # of any model
+                return None
+        return _TakenRun(inputs, found, answers) if found.finite else None
+
+    def _right(self, forced: Mapping[str, bool], runs: Iterable[_TakenRun]) -> bool:
+        for run in runs:
+            found = self._run(run.inputs, forced)
+            if found is None or error_of(found.outcome, run.outcome, limit=EXACT)[1]:
+                return False
+        return True
+
+    def _others(self, line: str, side: bool) -> list[_TakenRun]:
+        """Returns runs that took the other side."""
+        return [run for run in self._runs if (not side) in run.answers.met.get(line, ())][:EACH]
+
+    def side(self, line: str) -> bool:
+        """Returns the answer of a line that is right for all values."""
+        others = {side: self._others(line, side) for side in (False, True)}
+        for side, runs in others.items():
+            if runs and self._right({line: side}, runs):
+                return side
+        ends = {k: at for run in self._runs for k, at in run.answers.goes_on.items()}
+        if not (others[False] and others[True]):
+            none = next(side for side, runs in others.items() if not runs)
+            said = (
+                f"no drawn inputs for which it is {not none}, to compare its side for {none} with"
+            )
+            raise refused(line, said)
+        goes = [f"{side} goes on{ends.get((line, side), ' to the end')}" for side in (True, False)]
+        raise refused(line, f"two sides with other numbers ({'; '.join(goes)})")
+
+    def all(self, lines: Iterable[str]) -> dict[str, bool]:
+        """Returns the answer of each line that is right for all values."""
+        found = {line: self.side(line) for line in lines}
+        if len(found) > 1 and not self._right(found, self._runs[:EACH]):
+            raise refused(next(iter(found)), "other numbers where several branches go these ways")
+        return found
+
+
+def _drawn(program: Program, buckets: Buckets, device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """Yields inputs of the trace's sizes: usual ones, and each input of integers as one number."""
+    sizes = dict(program.hints)
+    for kind in KINDS:
+        yield draw(program, buckets, sizes, kind, device)
+    for name, x in (base := draw(program, buckets, sizes, "wide", device)).items():
+        if not x.is_floating_point() or "mask" in name:
+            yield from ({**base, name: torch.full_like(x, number)} for number in (0, 1))
+
+
+def right_sides(
+    model: nn.Module, buckets: Buckets, program: Program, loss: Loss | None, lines: Iterable[str]
+) -> dict[str, bool]:
+    """Returns the answer of each line that is right for all values.
+
+    Args:
+        model: model of the user.
+        buckets: specs of its inputs.
+        program: a trace of it, with sides of whichever answers.
+        loss: function from forward's outputs to the loss; None: forward returns it.
+        lines: lines of forward that branch on values.
+
+    Raises:
+        TraceError: no side of a line is known to be.
+    """
+    return _Judge(model, buckets, program, loss).all(lines)
+
+
+JUDGES.append(right_sides)

@@ -177,6 +177,18 @@ VISION: dict[str, ZooModel] = {
         window_size=4,
         num_labels=5,
     ),
+    "Swin v2": image_model(
+        "Swinv2",
+        "Swinv2ForImageClassification",
+        False,
+        image_size=16,
+        patch_size=2,
+        embed_dim=16,
+        depths=[2, 2],
+        num_heads=[2, 4],
+        window_size=4,
+        num_labels=5,
+    ),
     "ConvNeXt": image_model(
         "ConvNext",
         "ConvNextForImageClassification",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from tests.zoo.models import (
     NO_DROPOUT,
@@ -66,6 +68,29 @@ BART = {
     "eos_token_id": 2,
     "decoder_start_token_id": 0,
 }
+
+
+XLM = {"vocab_size": VOCABULARY, "emb_dim": 32, "n_layers": 2, "n_heads": 4}
+XLM |= {"dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 128}
+
+
+class MaskedPositions(nn.Module):
+    """An encoder without its padding, and the loss of masked positions alone, as BERT's is."""
+
+    def __init__(self) -> None:
+        """Draws the parameters."""
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, VOCABULARY)
+        self.token = nn.Parameter(torch.zeros(32))
+        self.layer = nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        """Returns the loss, one number."""
+        kept = attention_mask != 0
+        x, guessed = self.embed(input_ids), kept & (input_ids % 3 == 0)
+        x[guessed] = self.token
+        x = self.layer(x, src_key_padding_mask=~kept)
+        return F.cross_entropy(self.head(x[guessed]), labels[guessed])
 
 
 TEXT_MODELS: dict[str, ZooModel] = {
@@ -263,6 +288,14 @@ TEXT_MODELS: dict[str, ZooModel] = {
         "FNet:FNetForMaskedLM",
         **{k: v for k, v in common(hidden_dropout_prob=0.0).items() if k != "num_attention_heads"},
     ),
+    "XLM": language_model("XLM:XLMWithLMHeadModel", **XLM),
+    "Flaubert": language_model("Flaubert:FlaubertWithLMHeadModel", **XLM),
+    "ESM": language_model(
+        "Esm:EsmForMaskedLM",
+        True,
+        **common(pad_token_id=1, mask_token_id=3, token_dropout=True, **NO_DROPOUT),
+    ),
+    "masked positions alone": text_model(MaskedPositions, True),
     "BART": seq2seq("Bart", **BART),
     "Pegasus": seq2seq("Pegasus", **BART),
     "mBART": seq2seq("MBart", **BART),

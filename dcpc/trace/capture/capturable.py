@@ -47,13 +47,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from dcpc.errors import running_line
 from dcpc.fx.torch_api.tracing import L1_CODE, drops_weights
 from dcpc.ops.positions import linspace
+from dcpc.trace.formulas.chosen_rows import CHOSEN, mask_of, note_made
 from dcpc.trace.formulas.ctc_losses import CTC
 from dcpc.trace.formulas.lookups import LOOKUPS
 from dcpc.trace.formulas.made_of_sizes import FORMULAS
+from dcpc.trace.formulas.row_calls import call_of_rows
 from dcpc.trace.formulas.soft_targets import soft_targets
 from dcpc.trace.formulas.under_autocast import apart, einsum, in_float32, product
 from dcpc.trace.statistics import batch_norm
-from dcpc.trace.value_checks import passing
+from dcpc.trace.value_branches import MOST_ASKS, Branching, asks, has_values
+from dcpc.trace.value_checks import asked_by_torch, passing
 
 aten = torch.ops.aten
 
@@ -370,13 +373,17 @@ _NUMBERS = {Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__, Tensor
 class Capturable(TorchFunctionMode):
     """Calls these formulas in place of torch's functions while a model is captured.
 
+    Args:
+        sides: answers to questions for values; None: torch refuses these.
+
     Attributes:
         numbers: source lines of forward that read a Python number from a tensor.
         checks: source lines that check values and raise, which no graph does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sides: Branching | None = None) -> None:
         super().__init__()
+        self._sides, self._asked = sides, 0
         self.numbers: list[str] = []
         self.checks: list[str] = []
 
@@ -397,14 +404,35 @@ class Capturable(TorchFunctionMode):
     ) -> Any:
         """Returns the result of the replacement, or of the function itself."""
         kwargs = kwargs or {}
+        found = self._called(func, args, kwargs)
+        note_made(found, func, args, kwargs)
+        return found
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        mask = mask_of((args, kwargs))
+        if func in CHOSEN or (mask is not None and func in CTC):
+            found = {**CHOSEN, **CTC}[func](*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        if mask is not None:
+            return call_of_rows(func, args, kwargs, mask)
         if func in _INSTEAD:
             found = _INSTEAD[func](*args, **kwargs)
             if found is not NotImplemented:
                 return found
-        asks = func is Tensor.__bool__ or (func is Tensor.item and args[0].dtype == torch.bool)
-        if asks and (passed := passing()) is not None:
-            self.checks.append(running_line())
-            return passed
+        if asks(func, args) and (answer := self._answer(args)) is not None:
+            return answer
         if func in _NUMBERS:
             self.numbers.append(running_line())
         return func(*args, **kwargs)
+
+    def _answer(self, args: tuple[Any, ...]) -> bool | None:
+        """Returns the answer to a question for values, None where torch has it or refuses it."""
+        if (passed := passing()) is not None:
+            self.checks.append(running_line())
+            return passed
+        self._asked += 1
+        torchs = has_values(args) or asked_by_torch()
+        if self._sides is None or torchs or self._asked > MOST_ASKS:
+            return None
+        return self._sides.answer(running_line())

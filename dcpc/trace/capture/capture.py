@@ -85,6 +85,7 @@ from dcpc.trace.statistics import (
     with_statistics,
 )
 from dcpc.trace.tables import refuse_short_tables
+from dcpc.trace.value_branches import Branching
 
 _DEVICE = re.compile(r"device\(type='\w+'(?:, index=\d+)?\)")
 
@@ -110,10 +111,15 @@ class _WantedOf(nn.Module):
     """Maps positional arguments to the scalar loss in the user's output, or to all its tensors."""
 
     def __init__(
-        self, model: nn.Module, inputs: Mapping[str, InputSpec], loss: Loss | None
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, InputSpec],
+        loss: Loss | None,
+        sides: Branching,
     ) -> None:
         super().__init__()
         self.model = model
+        self.sides = sides
         self.inputs = inputs
         # Not as an attribute: a loss that is a module would become a submodule.
         self.returned: Callable[[Mapping[str, Tensor]], Any]
@@ -167,13 +173,27 @@ def trace(
     # A hit in torch's cache of fake results costs more than the op: its symbolic sizes and strides
     # are compared and multiplied anew, twice for a view. Without it a trace takes a quarter less.
     try_names()
-    uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-    with uncached, without_collection(), telling(), _meta_as_fake(model):
-        return _traced(model, buckets, autocast, loss)
+    sides, refused = Branching(), list[TraceError]()
+    while True:
+        uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+        try:
+            with uncached, without_collection(), telling(), _meta_as_fake(model):
+                program = _traced(model, buckets, autocast, loss, sides)
+        except TraceError as error:
+            refused.append(error)
+            if not sides.turn():
+                raise refused[0] from None
+            continue
+        if sides.judge(model, buckets, program, loss):
+            return dataclasses.replace(program, notes=(*program.notes, *sides.notes()))
 
 
 def _traced(
-    model: nn.Module, buckets: Buckets, autocast: torch.dtype | None, loss: Loss | None
+    model: nn.Module,
+    buckets: Buckets,
+    autocast: torch.dtype | None,
+    loss: Loss | None,
+    sides: Branching,
 ) -> Program:
     check_names(model, buckets.inputs, loss)
     refuse_backward_hooks(model)
@@ -184,7 +204,7 @@ def _traced(
     for hints in named.example_sizes(buckets, named.named_dims(buckets)):
         at = " ".join(f"{n} {size}" for n, size in hints.items())
         while at not in refused:
-            wrapped = _WantedOf(model, buckets.inputs, loss)
+            wrapped = _WantedOf(model, buckets.inputs, loss, sides)
             wrapped.training = model.training
             try:
                 return _traced_at(hints, wrapped, buckets, autocast, least)
@@ -315,7 +335,7 @@ def _export(
             with (
                 torch.inference_mode(False),
                 torch.enable_grad(),
-                Capturable() as told,
+                Capturable(wrapped.sides) as told,
                 math_of_sizes(model),
                 own_backwards() as wrapped.refuse_functions,
                 _suggestions(),
@@ -329,7 +349,7 @@ def _export(
                 )
             wrapped.noted.numbers = told.numbers
             wrapped.noted.checks = told.checks
-            paths = Paths(wrapped, exported, buckets, device, autocast)
+            paths = Paths(wrapped, exported, buckets, device, autocast, wrapped.sides)
             if wrapped.noted.effects:
                 refuse_writes(exported)
             learning = _learning(exported, buckets)

@@ -17,11 +17,12 @@ from dcpc.fx.torch_api.tracing import SPECIALISED
 
 # How torch says that it would have to know the values in a tensor.
 _OF_VALUES = ("DataDependent", "data-dependent", "unbacked", "GuardOnData")
+_SIZE_LIKE = "Size-like symbols: u"
 _CLASS_LOSSES = ("nll_loss", "nll_loss2d", "nll_loss_nd", "cross_entropy_loss")
 
 _CONTROL_FLOW = (
     "control flow that depends on a tensor's values cannot be captured: rewrite it with "
-    "torch.where / masking, or move it out of forward"
+    "torch.where / masking, keep a number as a tensor, or move it out of forward"
 )
 _SIZE = (
     "a size that depends on values (boolean indexing, nonzero, unique) cannot be captured: keep "
@@ -43,7 +44,7 @@ def explained(
         hint = "keep every bucket within that limit, or change the model's limit on this dim"
         hint = _limit_of(text, model) + _recurrent(model) + _numbers(text) + hint
     elif any(s in text + kind for s in _OF_VALUES):
-        hint = _experts(model) + (_SIZE if "Size-like symbols: u" in text else _CONTROL_FLOW)
+        hint = _experts(model) + (_SIZE if _SIZE_LIKE in text else _CONTROL_FLOW)
     elif "inconsistent min=" in text or "symbolically traced variables" in text:
         hint = (
             "torch cannot solve what forward computes of a size: use //, * and % of positive "
@@ -67,6 +68,7 @@ def explained(
             "see whether the plain model runs with inputs of these specs; if so, "
             "`torch.export.export(model, ..., strict=False)` has to take it, too"
         )
+    kind, reason = _in_words(text, kind, reason)
     if _of_shapes(error):
         hint = _multiples(buckets, hints) + hint
     if "resulted in a specialized value" in text:
@@ -78,6 +80,14 @@ def explained(
         f"{begins} {kind}: {reason}{where}; expected a forward that is one graph at all sizes; "
         f"{hint}"
     )
+
+
+def _in_words(text: str, kind: str, reason: str) -> tuple[str, str]:
+    """Returns torch's kind of error and its reason, in words where they are symbols of a trace."""
+    if "Could not guard on data-dependent" not in text:
+        return kind, reason
+    made = "a size" if _SIZE_LIKE in text else "a branch, or a number (float(), int(), .item()),"
+    return "data-dependent", f"{made} made of the values in a tensor"
 
 
 def _passed_on(text: str, model: nn.Module, buckets: Buckets) -> str:

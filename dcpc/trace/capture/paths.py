@@ -34,6 +34,7 @@ from dcpc.trace.capture.autocast import casting
 from dcpc.trace.capture.capturable import Capturable
 from dcpc.trace.capture.dims import example_inputs
 from dcpc.trace.capture.module_state import holding, untouched
+from dcpc.trace.value_branches import Branching
 
 aten = torch.ops.aten
 
@@ -362,7 +363,9 @@ class Paths:
         buckets: Buckets,
         device: torch.device,
         autocast: torch.dtype | None,
+        sides: Branching | None = None,
     ) -> None:
+        self._sides = sides
         self._model, self._buckets, self._device = model, buckets, device
         self._raw = copy.deepcopy(exported.graph_module)
         self._signature, self._constants = exported.graph_signature, exported.constants
@@ -395,7 +398,7 @@ class Paths:
                 _exporting(),
                 mode,
                 self._casting(),
-                Capturable(),
+                Capturable(self._sides),
                 forward,
             ):
                 expected = self._model(*inputs.values())

@@ -13,13 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from dcpc.ops.ctc import ctc_loss
+from dcpc.trace.formulas.chosen_rows import as_selected, mask_of
 from dcpc.trace.formulas.under_autocast import in_float32
-
-_CHOSEN = "_dcpc_chosen"  # attribute of selected elements: the tensor and the mask they are of
 
 
 def _ctc_loss(
@@ -62,36 +59,15 @@ def _lengths(given: Any, scores: Tensor) -> Tensor | None:
 def _rows(targets: Tensor, counts: Tensor) -> Tensor:
     """Returns concatenated targets as rows, of which the first `counts` elements are a sample's."""
     width, flat = targets.shape[0], targets
-    if hasattr(targets, _CHOSEN):
-        labels, mask = getattr(targets, _CHOSEN)
-        flat, width = labels.flatten(), labels.shape[-1] if labels.ndim == 2 else labels.numel()
-        flat = flat[torch.argsort(~mask.flatten(), stable=True)]
+    if (mask := mask_of(targets)) is not None:
+        width = mask.shape[-1] if mask.ndim == 2 else mask.numel()
+        flat = as_selected(targets)[torch.argsort(~mask.flatten(), stable=True)]
     first = counts.cumsum(0) - counts
     places = first.unsqueeze(1) + torch.arange(width, device=counts.device)
     return flat.to(counts.device)[places.clamp(max=flat.shape[0] - 1)]
 
 
-def _chosen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that selects elements by a mask, and notes the tensor and the mask."""
-
-    def select(x: Tensor, mask: Any, **rest: Any) -> Any:
-        if rest or not isinstance(mask, Tensor) or mask.dtype != torch.bool or not mask.ndim:
-            return NotImplemented
-        same = (statically_known_true(a == b) for a, b in zip(x.shape, mask.shape, strict=False))
-        if x.ndim != mask.ndim or not all(same):
-            return NotImplemented
-        try:
-            found = function(x, mask)
-        except DynamicOutputShapeException:  # at given sizes: only the shape is unknown
-            found = x.flatten()
-        setattr(found, _CHOSEN, (x, mask))
-        return found
-
-    return select
-
-
 CTC: Mapping[Any, Callable[..., Any]] = {
     F.ctc_loss: in_float32(F.ctc_loss, _ctc_loss),
     torch.ctc_loss: in_float32(torch.ctc_loss, _ctc_loss),
-    **{f: _chosen(f) for f in (torch.masked_select, Tensor.masked_select, Tensor.__getitem__)},
 }
