@@ -220,7 +220,7 @@ def _amounts(group: TreeGroup, rest_s: float, pace_s: float, period_s: float) ->
 def _blocks(
     work: PackedWork, groups: dict[int, TreeGroup], group: TreeGroup, first: int
 ) -> tuple[_Pairs, _Pairs] | None:
-    """Groups inside one with their first ranks; sizes and first ranks of what is left."""
+    """Groups inside one with their first ranks; and the parts that they leave, alike."""
     left, found = [(group.degree, first)], []
     for degree, number in sorted([(-groups[n].degree, n) for n in group.inner]):
         for at, (size, block) in enumerate(left):
