@@ -43,6 +43,7 @@ from dcpc.trace.capture.branches import refuse_batch_of_one, refuse_branches
 from dcpc.trace.capture.capturable import Capturable
 from dcpc.trace.capture.explain import (
     explained,
+    of_experts,
     of_sizes,
     of_values,
     refuse_labels,
@@ -182,7 +183,7 @@ def trace(
         except TraceError as error:
             refused.append(error)
             if not sides.turn():
-                raise refused[0] from None
+                raise of_experts(refused[0], model) from None
             continue
         if sides.judge(model, buckets, program, loss):
             return dataclasses.replace(program, notes=(*program.notes, *sides.notes()))

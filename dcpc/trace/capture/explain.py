@@ -218,6 +218,20 @@ def _recurrent(model: nn.Module) -> str:
     )
 
 
+def of_experts(error: TraceError, model: nn.Module) -> TraceError:
+    """Returns an error of forward's own calls, with the remedy for experts in a loop if it has any.
+
+    Args:
+        error: error of a capture.
+        model: model that was captured.
+    """
+    remedy, text = _experts(model), str(error)
+    if type(error) is not TraceError or not remedy or remedy in text:
+        return error
+    told, _, advice = text.rpartition("; ")
+    return TraceError(f"{told}; {remedy}{advice}")
+
+
 def _experts(model: nn.Module) -> str:
     """Returns the remedy for experts of transformers that run in a loop, as text; else ""."""
 
