@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from dcpc.codegen import text_of
+from dcpc.codegen import LOOSE, text_of
 from dcpc.errors import PlanError
 from dcpc.plan.options import (
     PlanOptions,
@@ -65,7 +65,7 @@ def request_of(
         communicators=among,
         optimizer=optimizer,
         tile=options.tile,
-        away_bytes=0 if away is None else away.most_bytes,
+        away_bytes=0 if away is None else int(away.most_bytes / LOOSE),
         all_leave=options.away == "all",
     )
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from dcpc.errors import StoreError
 
 PAGE_BYTES = 4096
-LOOSE = 1.25  # a free slot is taken for a value up to this much smaller
+LOOSE = 1.25  # a free slot is taken for a value up to this much smaller: plans fill so much less
 
 
 class SlotCopy(Protocol):
