@@ -48,4 +48,4 @@ from dcpc.symbolic_profile.seconds.hardware import (
     detect,
     find,
 )
-from dcpc.symbolic_profile.seconds.waits import Away, Events
+from dcpc.symbolic_profile.seconds.waits import END, START, Away, Events

@@ -44,7 +44,7 @@ def forward_alone() -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Left:
-    """What a handle stands for: the value's memory in the store, and its layout."""
+    """The memory in the store of the value that a handle stands for, and its layout."""
 
     taken: HeldSlot
     strides: tuple[int, ...]

@@ -72,13 +72,11 @@ class HostSlot:
 
     def __init__(self, size_bytes: int, pinned: bool) -> None:
         self.size_bytes = size_bytes
-        self._mapping: mmap.mmap | None = None
         self._last: Any = None  # event of the last copy: the next one may be on the other stream
         if pinned:
             self._held = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
         else:
-            self._mapping = mmap.mmap(-1, size_bytes)
-            self._held = torch.frombuffer(self._mapping, dtype=torch.uint8)
+            self._held = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
 
     def write(self, value: Tensor) -> SlotCopy:
         """Starts to copy a flat tensor of bytes to the slot."""
@@ -94,7 +92,6 @@ class HostSlot:
     def close(self) -> None:
         """Gives the memory back."""
         self._held = torch.empty(0, dtype=torch.uint8)
-        self._mapping = None
 
     def _copied(self, into: Tensor, value: Tensor, device: torch.device, way: int) -> SlotCopy:
         if device.type != "cuda":
@@ -157,7 +154,7 @@ class FileSlot:
 
     def read(self, value: Tensor) -> SlotCopy:
         """Starts to fill a flat tensor of bytes from the slot."""
-        into = value if value.device.type == "cpu" else value.cpu()
+        into = value if value.device.type == "cpu" else torch.empty_like(value, device="cpu")
         job = self._thread.submit(self._each, "read", self._fill, into)
         return Queued(job) if into is value else Queued(job, lambda: value.copy_(into))
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from dcpc.codegen.away.away_ops import ARRIVE, ASK, GONE, LEAVE
+from dcpc.fx.leaves import size_key
 from dcpc.ir import Schedule
 
 STANDS_FOR = "stands_for"  # in `meta` of a call of `arrive`: the value that it brings back
@@ -188,5 +189,4 @@ def _hint(size: Any) -> int:
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two sizes are equal for all values of their symbols."""
-    each = [s.node.expr if isinstance(s, torch.SymInt) else sympy.Integer(s) for s in (one, other)]
-    return bool(sympy.expand(each[0] - each[1]) == 0)
+    return bool(sympy.expand(size_key(one) - size_key(other)) == 0)

@@ -7,32 +7,18 @@ Kinds leave the largest first, and of equal ones the first of forward, which is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeAlias
 
 from torch import fx
 
 from dcpc.codegen import ARRIVE, ASK, GONE, LEAVE, LoweredPair
 from dcpc.ir import OUTSIDE, Fold, Schedule
-from dcpc.symbolic_profile import Device, Events, Folding, Meter
+from dcpc.symbolic_profile import END, START, Device, Events, Folding, Meter
 
 SHARE = 0.999  # kinds beyond this share of the bytes that could leave stay
-_KINDS: dict[object, str] = {LEAVE: "start", GONE: "end", ASK: "start", ARRIVE: "end"}
-
-
-@dataclass(frozen=True, slots=True)
-class AwayKinds:
-    """The kinds of values of a schedule that could leave, in the order in which they do.
-
-    Attributes:
-        names: names of the values of each kind.
-    """
-
-    names: tuple[tuple[str, ...], ...]
-
-    def first(self, count: int) -> set[str]:
-        """Returns the values of the first kinds."""
-        return {name for names in self.names[:count] for name in names}
+_KINDS: dict[object, str] = {LEAVE: START, GONE: END, ASK: START, ARRIVE: END}
+AwayKinds: TypeAlias = tuple[tuple[str, ...], ...]  # names of the values of each kind
 
 
 def kinds_of(
@@ -43,14 +29,14 @@ def kinds_of(
     sizes: Mapping[str, int],
     device: Device,
 ) -> AwayKinds:
-    """Returns the kinds of saved values, weighed at some sizes.
+    """Returns the kinds of saved values that could leave, in the order in which they do.
 
     Args:
         lowering: graph of the schedule.
         schedule: schedule in which all values stay.
         copies: number of calls that each node of a folded program stands for; None: one.
         meter: evaluator of the graph's costs.
-        sizes: size of each integer of the graph.
+        sizes: size of each integer of the graph, at which they are weighed.
         device: device for which costs are predicted.
     """
     able = lowering.able_to_leave(schedule)
@@ -71,7 +57,7 @@ def kinds_of(
     kinds = sorted(found.values(), key=lambda own: (-all_bytes(own), own[0]))
     totals = [*accumulate(map(all_bytes, kinds))]
     kept = [k for k, t in zip(kinds, totals, strict=True) if t - all_bytes(k) < SHARE * totals[-1]]
-    return AwayKinds(tuple(tuple(able[i].name for i in own) for own in kept))
+    return tuple(tuple(able[i].name for i in own) for own in kept)
 
 
 def events_of(

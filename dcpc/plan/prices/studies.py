@@ -35,6 +35,7 @@ from dcpc.ir import (
 from dcpc.passes.recompute.menu import AlikeBlocks, ForwardCall, Menu, ValueMemory, recompute_menu
 from dcpc.plan.prices.away_kinds import AwayKinds, events_of, kinds_of
 from dcpc.symbolic_profile import (
+    START,
     Away,
     Costs,
     Device,
@@ -146,19 +147,23 @@ class Structure:
 
     def schedule(self, menu_step: int) -> tuple[Schedule, Fold | None]:
         """Returns the calls of those graphs, and the copies that they stand for."""
+        if menu_step in self.leaving:
+            return self.leaving[menu_step]
         turn = self.turn(menu_step)
         gathers = {} if turn is None else turn.gathers
         names = self._made_again(menu_step) | gathers.keys()
         away = self.away(menu_step)
         schedule = self.lowering.schedule({self.keys[name] for name in names}, away)
-        return schedule, self.copies and replace(self.copies, kept=gathers)
+        found = schedule, self.copies and replace(self.copies, kept=gathers)
+        if away:
+            self.leaving[menu_step] = found
+        return found
 
     def away(self, menu_step: int) -> set[Key]:
         """Returns keys of the values that leave the device."""
         kinds, recomputed = divmod(menu_step, LEAVES)
-        return (
-            {self.keys[name] for name in self.kinds_at(recomputed).first(kinds)} if kinds else set()
-        )
+        leaving = self.kinds_at(recomputed)[:kinds] if kinds else ()
+        return {self.keys[name] for names in leaving for name in names}
 
     def kinds_at(self, menu_step: int) -> AwayKinds:
         """Returns the kinds of values that could leave after so many recompute steps."""
@@ -203,7 +208,7 @@ class Study:
 
     def kinds(self, menu_step: int) -> int:
         """Returns how many kinds of values could leave after so many recompute steps."""
-        return 0 if self._away is None else len(self._structure.kinds_at(menu_step).names)
+        return 0 if self._away is None else len(self._structure.kinds_at(menu_step))
 
     @property
     def turns(self) -> tuple[int, ...]:
@@ -265,15 +270,14 @@ class Study:
         """Returns a prediction with the bytes that leave, and the seconds waited for them."""
         structure, away = self._structure, self._away
         assert away is not None, "values leave where they may"
-        if menu_step not in structure.leaving:
-            structure.leaving[menu_step] = structure.schedule(menu_step)
-        events = events_of(*structure.leaving[menu_step], self._meter, sizes, structure.device)
+        schedule, copies = structure.schedule(menu_step)
+        events = events_of(schedule, copies, self._meter, sizes, structure.device)
         out_s, back_s = away.waits(*events, structure.device)
         return replace(
             found,
             seconds_s=found.seconds_s + out_s + back_s,
             forward_s=found.forward_s + out_s,
-            away_bytes=int(sum(size for _, kind, size in events[0] if kind == "start")),
+            away_bytes=int(sum(size for _, kind, size in events[0] if kind == START)),
         )
 
     def _ranks(self, sizes: Sizes) -> list[dict[str, int]]:
