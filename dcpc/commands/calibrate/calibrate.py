@@ -21,6 +21,7 @@ from dcpc.commands.calibrate.fit import (
     predicted_s,
     product_rates,
     scaled,
+    scales,
 )
 from dcpc.commands.calibrate.links import time_collectives
 from dcpc.commands.calibrate.measure import Bench, Whole
@@ -127,7 +128,8 @@ def fitted(
     """Returns the fits of all timed calls, and their prediction of each whole run.
 
     Calls are timed one after the other with a clock between them. As a whole they find other
-    caches, and a compiler fuses them: the fits of each direction are scaled by that change.
+    caches, nothing waits for a clock, and a compiler fuses them: launches and the rest of each
+    direction are scaled by what changes.
 
     Args:
         wholes: measured excerpts.
@@ -139,9 +141,9 @@ def fitted(
     for forward in (True, False):
         alone = fit_classes([s for s in samples if s.forward is forward])
         parts = [whole.part(forward) for whole in wholes]
-        classes += scaled(alone, _changed(alone, parts, apart), apart)
+        classes += scaled(alone, *_changed(alone, parts, apart), apart)
     points = tuple(
-        CalibratedPoint(w.sizes, w.forward_s + w.backward_s, predicted_s(classes, w.samples))
+        CalibratedPoint(w.sizes, w.forward_s + w.backward_s, sum(predicted_s(classes, w.samples)))
         for w in wholes
     )
     fits = Fits(
@@ -159,14 +161,14 @@ def _changed(
     alone: Sequence[ClassFit],
     parts: Sequence[tuple[Sequence[TimedCall], float]],
     apart: Collection[str],
-) -> float:
-    """Returns the median of (rest of a whole's seconds) / (seconds of its calls alone), from 0."""
+) -> tuple[float, float]:
+    """Returns by how much launches and the rest change from calls alone to the whole."""
     found = []
     for samples, whole_s in parts:
-        kept_s = predicted_s(alone, [s for s in samples if s.op_class in apart])
-        rest_s = predicted_s(alone, [s for s in samples if s.op_class not in apart])
-        found.append(max(whole_s - kept_s, 0.0) / rest_s if rest_s else 1.0)
-    return median(found)
+        kept_s = sum(predicted_s(alone, [s for s in samples if s.op_class in apart]))
+        rest = predicted_s(alone, [s for s in samples if s.op_class not in apart])
+        found.append((*rest, whole_s - kept_s))
+    return scales(found)
 
 
 def _measure(

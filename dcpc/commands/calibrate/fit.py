@@ -18,6 +18,7 @@ CURVED = frozenset({"attention"})
 SAME = 1.001  # two intensities nearer than this are one knot
 ROUNDS = 4  # of reweighting
 BENDS = 5  # that are tried
+FEWEST_WHOLES = 3  # from which launches and the rest change by factors of their own
 LEAST_BUSY = 0.1  # of a call's seconds are not its launch
 
 
@@ -137,31 +138,49 @@ def _launch_s(groups: Sequence[Sequence[TimedCall]]) -> float:
     return launch_s
 
 
-def predicted_s(fits: Sequence[ClassFit], samples: Iterable[TimedCall]) -> float:
-    """Returns the seconds of all samples by the fits; their views are in those of the others."""
-    found = 0.0
+def predicted_s(fits: Sequence[ClassFit], samples: Iterable[TimedCall]) -> tuple[float, float]:
+    """Returns the seconds of all samples' launches, those of views in them, and of the rest."""
+    launches_s = rest_s = 0.0
     for s in samples:
         fit = nearest(fits, s.op_class, s.forward, s.dtype)
         if s.op_class != VIEW and fit is not None:
-            found += fit.launch_s + float(fit.busy_s(s.flops, s.bytes_moved))
-    return found
+            launches_s += fit.launch_s
+            rest_s += float(fit.busy_s(s.flops, s.bytes_moved))
+    return launches_s, rest_s
 
 
-def scaled(fits: Iterable[ClassFit], by: float, but: Collection[str] = ()) -> tuple[ClassFit, ...]:
-    """Returns the fits with their seconds times `by`, those of the classes `but` as they are."""
+def scaled(
+    fits: Iterable[ClassFit], launches: float, rest: float, but: Collection[str] = ()
+) -> tuple[ClassFit, ...]:
+    """Returns the fits with their launches and the rest scaled, but for those of some classes."""
     return tuple(
         f
         if f.op_class in but
         else replace(
             f,
-            launch_s=f.launch_s * by,
-            s_per_flop=f.s_per_flop * by,
-            s_per_byte=f.s_per_byte * by,
-            s_per_far_byte=f.s_per_far_byte * by,
-            knots=tuple((x, y * by) for x, y in f.knots),
+            launch_s=f.launch_s * launches,
+            s_per_flop=f.s_per_flop * rest,
+            s_per_byte=f.s_per_byte * rest,
+            s_per_far_byte=f.s_per_far_byte * rest,
+            knots=tuple((x, y * rest) for x, y in f.knots),
         )
         for f in fits
     )
+
+
+def scales(parts: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
+    """Returns the scales of launches and of the rest with which their sums are nearest to wholes.
+
+    Args:
+        parts: seconds of launches, of the rest, and of both as they ran, of each whole.
+    """
+    rows = np.array([part for part in parts if part[2] > 0])
+    if len(rows) < FEWEST_WHOLES:  # too few to tell the two apart
+        one = float(np.median([whole / max(a + b, 1e-30) for a, b, whole in rows] or [1.0]))
+        return one, one
+    weighted = rows / np.sqrt(rows[:, 2:])
+    (launches, rest), _ = nnls(weighted[:, :2], weighted[:, 2])
+    return float(launches), float(rest)
 
 
 def product_rates(samples: Iterable[TimedCall]) -> tuple[tuple[torch.dtype, float], ...]:

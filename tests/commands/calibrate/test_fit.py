@@ -51,7 +51,7 @@ def test_line_recovers_the_rates():
 def test_line_of_noise_keeps_the_total():
     samples = made(noise=0.3)
     total = sum(s.seconds_s for s in samples)
-    assert predicted_s([line(samples)], samples) == pytest.approx(total, rel=1e-3)
+    assert sum(predicted_s([line(samples)], samples)) == pytest.approx(total, rel=1e-3)
 
 
 def test_line_has_no_negative_rate():
@@ -149,5 +149,23 @@ def test_error_says_what_the_fits_miss():
     runs = wholes(1.0)
     runs = [Whole(w.sizes, w.samples, w.forward_s * f, w.backward_s * f)
             for w, f in zip(runs, (0.8, 1.0, 1.25), strict=True)]  # fmt: skip
-    fits, _ = fitted(runs)
-    assert fits.error == pytest.approx(0.2, rel=1e-2)
+    fits, points = fitted(runs)
+    missed = sorted(abs(p.predicted_s / p.measured_s - 1) for p in points)
+    assert fits.error == pytest.approx(missed[1])
+    assert fits.error > 0.15
+
+
+def test_launches_and_the_rest_are_scaled_apart():
+    def run(size, launch, rest):
+        samples = tuple(
+            sample("pointwise", True, size * 100, size, LAUNCH_S + size * PER_BYTE)
+            for _ in range(5)
+        )
+        return Whole({"seq": int(size)}, samples, 5 * (LAUNCH_S * launch + size * PER_BYTE * rest), 0)
+
+    fits, points = fitted([run(size, 0.4, 1.2) for size in (1e4, 1e5, 1e6, 1e7)])
+    (fit,) = fits.classes
+    assert fit.launch_s == pytest.approx(0.4 * LAUNCH_S, rel=1e-2)
+    assert all(p.predicted_s == pytest.approx(p.measured_s, rel=1e-2) for p in points)
+    fits, points = fitted([run(size, 0.5, 0.5) for size in (1e5, 1e7)])  # of two one factor is told
+    assert fits.error < 1e-2
