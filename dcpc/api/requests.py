@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from dcpc.codegen import LOOSE, text_of
+from dcpc.codegen import LOOSE, PAGE_BYTES, text_of
 from dcpc.errors import PlanError
 from dcpc.plan.options import (
     PlanOptions,
+    away_kinds,
     block_of,
     degrees,
     disk_of,
@@ -20,9 +21,18 @@ from dcpc.plan.options import (
 )
 from dcpc.plan.planning import PlanRequest
 from dcpc.runtime.groups.launch import local_device
+from dcpc.runtime.parameters.away_state import STATE_RUN_BYTES
 from dcpc.runtime.parameters.modes import shares
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
-from dcpc.symbolic_profile import Away, Device, OptimizerMemory, detect, find, rounded
+from dcpc.symbolic_profile import (
+    Away,
+    Device,
+    OptimizerMemory,
+    bytes_text,
+    detect,
+    find,
+    rounded,
+)
 
 
 def request_of(
@@ -31,7 +41,7 @@ def request_of(
     """Returns the planner's request: the options, with the model's bytes."""
     world = options.world
     optimizer = OptimizerMemory(options.optimizer, options.optimizer_bytes, target.gpu)
-    mode = options.parameters if world > 1 else "whole"
+    mode = mode_of(options)
     owners = world  # of a parameter's rows
     if mode == "rounds" or options.block is not None:
         assert not isinstance(options.block, str), "it is chosen"
@@ -43,10 +53,24 @@ def request_of(
         )
     whole = list(model.parameters())
     own = whole if mode == "whole" else shares(whole, owners)
-    residents = _residents(model, own, optimizer, mode)
+    activations, held_away = away_kinds(options.away)
+    residents, held_bytes = _residents(model, own, optimizer, mode), 0
+    if held_away:  # the optimizer steps there, too
+        first = len(own)
+        buffers = residents[first : first + len([*model.buffers()])]
+        held_bytes = sum(map(_in_pages, residents)) - sum(map(_in_pages, buffers))
+        residents = buffers
     rows_bytes = sum(p.nbytes for p in own if p.requires_grad)
     among = communicators(sps, world) if target.communicator_bytes else 0
     away = away_of(options, target)
+    room_bytes = 0 if away is None else int(away.most_bytes / LOOSE)
+    if held_bytes > room_bytes:
+        raise PlanError(
+            f"got away={options.away!r} with host= and disk= of which a rank may fill "
+            f"{bytes_text(room_bytes)}; expected {bytes_text(held_bytes)} for its part of "
+            "parameters, their gradients and the optimizer's state (a rank fills four fifths of its "
+            "share); raise host= or disk="
+        )
     return PlanRequest(
         sps=sps,
         recompute_mode=options.recompute_mode,
@@ -54,7 +78,7 @@ def request_of(
         resident_bytes=sum(rounded(size_bytes, target.block_bytes) for size_bytes in residents),
         world=world,
         residents=tuple(residents),
-        step_bytes=max(
+        step_bytes=_step_away_bytes(own, optimizer, target) if held_away else max(
             optimizer.step_bytes(own),
             # A comm bucket on its way to the other blocks lies beside the gradients.
             min(rows_bytes, COMM_BUCKET_BYTES) if owners < world else 0,
@@ -65,9 +89,17 @@ def request_of(
         communicators=among,
         optimizer=optimizer,
         tile=options.tile,
-        away_bytes=0 if away is None else int(away.most_bytes / LOOSE),
-        all_leave=options.away == "all",
+        away_bytes=0 if activations == "none" else room_bytes - held_bytes,
+        all_leave=activations == "all",
+        held_away=away.store if held_away and away is not None else "",
+        held_away_bytes=held_bytes,
     )
+
+
+def mode_of(options: PlanOptions) -> str:
+    """Returns how ranks hold parameters; a rank alone has all of them unless they are away."""
+    held = options.held
+    return held if options.world > 1 or away_kinds(options.away)[1] else "whole"
 
 
 def away_of(options: PlanOptions, target: Device) -> Away | None:
@@ -78,6 +110,24 @@ def away_of(options: PlanOptions, target: Device) -> Away | None:
     if options.away == "none" or not any(shares):
         return None
     return Away(text_of(shares[0], folder, shares[1]), *shares, rate)
+
+
+def _in_pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _step_away_bytes(
+    own: Sequence[nn.Parameter], optimizer: OptimizerMemory, target: Device
+) -> int:
+    """Returns the bytes beside the host's store that steps on a CPU take: of one run of parameters.
+
+    A GPU has none of them: where its parameters are, the CPU steps.
+    """
+    if target.gpu:
+        return 0
+    sizes = [p.nbytes for p in own if p.requires_grad]
+    run_bytes = max(max(sizes, default=0), min(sum(sizes), STATE_RUN_BYTES))
+    return optimizer.step_bytes(own) + 2 * run_bytes
 
 
 def communicators(sps: Sequence[int], world: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from dcpc.api.requests import away_of, device_of, request_of, target_of
+from dcpc.api.requests import away_of, device_of, mode_of, request_of, target_of
 from dcpc.buckets import Bucket, Buckets
 from dcpc.codegen import Library
 from dcpc.compiled import CompiledModel
@@ -22,7 +22,7 @@ from dcpc.ir import Program
 from dcpc.passes.sharding.rules import warn_derived, warn_replicated
 from dcpc.plan.choose import elements
 from dcpc.plan.folding import gathering
-from dcpc.plan.options import PlanOptions, degrees, few_degrees, fitting_degrees
+from dcpc.plan.options import PlanOptions, away_kinds, degrees, few_degrees, fitting_degrees
 from dcpc.plan.planning import Planned, plan_buckets
 from dcpc.plan.prices.placements import compute_dtype
 from dcpc.plan.progress import tracked
@@ -82,12 +82,13 @@ class Traces:
             TraceError: the model cannot be captured.
             PlanError: parameters in rounds are not the same in all traces.
         """
-        mode = options.parameters if options.world > 1 else "whole"
+        mode = mode_of(options)
         hands_over = mode in ("pull", "rounds")
         every = [replace(one, hands_over=hands_over) for one in self._all()]
         if mode == "rounds":
             assert not isinstance(options.block, str), "it is chosen"
-            every = gathering(every, options.block or options.world)
+            away = away_kinds(options.away)[1]
+            every = gathering(every, options.block or options.world, away)
         found: dict[Bucket, Runnable] = {}
         for mine, one in zip(self.buckets.by_trace().values(), every, strict=True):
             found |= dict.fromkeys(mine, Runnable(one))
@@ -144,13 +145,17 @@ def search(traces: Traces, options: PlanOptions, *, partly: bool) -> Planned:
 
 def _ways_to_hold(options: PlanOptions, device: Device) -> list[PlanOptions]:
     """Returns the options with each mode of parameters to try, the one that sends least first."""
-    if options.parameters != "auto":
+    if options.held != "auto":
         return [options]
+    away = replace(options, away=("activations", "parameters"), parameters="rounds")
+    last = [away] if options.away == "auto" and (options.host or options.disk) else []
     whole, step = (replace(options, parameters=m, block=None) for m in ("whole", "step"))
     least = replace(options, parameters="pull", block=None)
     if device.gpu or options.block:
         least = replace(options, parameters="rounds", block=options.block or "auto")
-    return [whole, step, least] if options.world > 1 else [least]
+    if options.world == 1:
+        return [replace(options, parameters="whole", block=None), *last]
+    return [whole, step, least, *last]
 
 
 def _quickest(traces: Traces, options: PlanOptions, partly: bool) -> Planned:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from dcpc.buckets import BATCH, Bucket, Buckets, shapes_and_dtypes
-from dcpc.codegen import ROWS_GROUP, Variant, bind_group, take_part
+from dcpc.codegen import ROWS_GROUP, Variant, bind_group, copies, take_part
 from dcpc.codegen.lower.output_pieces import OutputPiece, output_place
 from dcpc.compiled.lengths import TraceLengths
 from dcpc.compiled.seeds import Seeds
+from dcpc.compiled.staying import StayingUnits
 from dcpc.compiled.unpadding.sides import CallSetting
 from dcpc.compiled.unpadding.unpadding import Unpadding
 from dcpc.errors import DispatchError, meant
@@ -80,6 +81,7 @@ class Dispatch:
         self.menu_steps: dict[SettingKey, int] = {}
         # The units that this round gathers again in backward.
         self._gathering: frozenset[int] | None = None
+        self._staying: StayingUnits | None = None
         self._again: dict[tuple[Bucket, Setting], frozenset[int]] = {}
         self._unpad = unpad
         self._unpadding: dict[int, Unpadding] = {}
@@ -103,8 +105,8 @@ class Dispatch:
             bind_group(group_name(sp), made)
         if self.store.in_rounds:
             pg = self._groups.of(self.store.block)
-            assert pg is not None, "alone nothing is gathered"
-            bind_group(ROWS_GROUP, pg)
+            if pg is not None:
+                bind_group(ROWS_GROUP, pg)
 
     def _refuse_different_sums(self) -> None:
         """Refuses traces that sum gradients of different parameters, where they meet in rounds.
@@ -284,6 +286,18 @@ class Dispatch:
         """Compiles the variant of a micro-batch."""
         sizes = self._sizes_of(mb, mb.inputs)
         self._variant(mb.bucket, sizes, self.setting_of(mb), mb.ranks.index(self._groups.rank))
+
+    def begin_step(self, rounds: Sequence[Sequence[PlannedMicroBatch]]) -> None:
+        """Begins a step, over which units of parameters that are away stay where there is room."""
+        away = self._planned.request.held_away and self._planned.traces[0].traced.backend == "eager"
+        if away and self._staying is None:
+            again = self._gathers_again
+            self._staying = StayingUnits(self._planned, self.store, self.setting_of, again)
+        copies.resident = None if self._staying is None else self._staying.over(rounds)
+
+    def end_step(self) -> None:
+        """Ends a step: nothing is gathered again, and no unit stays."""
+        self._gathering = copies.resident = None
 
     def begin(self, together: Sequence[PlannedMicroBatch]) -> None:
         """Begins a round, in which all gather again the units that any of its micro-batches does.

@@ -23,11 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dcpc import codegen
 from dcpc.errors import DcpcError, DispatchError
 from dcpc.fx.writes import WriteLog
+from dcpc.plan.planning import PlanRequest
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import checksum
+from dcpc.runtime.parameters.away_state import Place
 from dcpc.runtime.parameters.hollow import hollow
 from dcpc.runtime.parameters.modes import kind_of, store_of
 from dcpc.runtime.parameters.store import ParameterStore
@@ -42,8 +45,18 @@ def on_meta(model: nn.Module) -> bool:
     return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 
+def place_of(request: PlanRequest) -> Place | None:
+    """Returns where a plan's parameters are beyond the device; None: on it."""
+    return codegen.store_of(request.held_away) if request.held_away else None
+
+
 def made_real(
-    model: nn.Module, mode: str, groups: Groups, init: Init, block: int = 0
+    model: nn.Module,
+    mode: str,
+    groups: Groups,
+    init: Init,
+    block: int = 0,
+    away: Place | None = None,
 ) -> ParameterStore:
     """Returns the store of a model whose tensors of the meta device it gives memory and values.
 
@@ -55,6 +68,7 @@ def made_real(
         groups: the process groups.
         init: way to make values, as for `dcpc.materialize`.
         block: number of ranks that share the parameters out; 0: all.
+        away: where rows are, in "rounds"; None: on the device.
 
     Raises:
         DispatchError: as for `dcpc.materialize`; the model is as it was.
@@ -67,9 +81,10 @@ def made_real(
     device = groups.device
     _check_parameters(model, device)
     meta = [p for p in model.parameters() if p.is_meta]
-    kept = kind_of(mode, groups).keeps_meta
+    kept = kind_of(mode, groups, away).keeps_meta
     made = {id(p): p if kept else hollow(p, device) for p in meta}
-    store = store_of(mode, [made.get(id(p), p) for p in model.parameters()], groups, block)
+    every = [made.get(id(p), p) for p in model.parameters()]
+    store = store_of(mode, every, groups, block, away)
     filling = _Filling(store, made, device)
     problem = _fill(modules, filling, init, groups)
     values = filling.digest.hexdigest()

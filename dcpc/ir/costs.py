@@ -20,7 +20,7 @@ class Work:
 
     Attributes:
         op_class: "matmul", "attention", "convolution", "pointwise", "reduction", "copy",
-            "collective" or "unpriced".
+            "collective", "host" (a collective of what is not on the device) or "unpriced".
         forward: whether the calls are in the forward graph.
         dtype: element type in which the calls compute.
         ranks: ranks of the group, for collectives; else 1.

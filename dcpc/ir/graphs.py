@@ -101,12 +101,14 @@ class GatherUnits:
         again: numbers of the units that backward may gather again; the others stay gathered.
         ranks: number of ranks that shard the parameters.
         lent: placeholders whose gradient is zeros, as the graphs of another trace sum one.
+        away: whether a rank has its rows in the host's memory or on a disk.
     """
 
     units: tuple[tuple[str, ...], ...]
     again: frozenset[int]
     ranks: int
     lent: frozenset[str] = frozenset()
+    away: bool = False
 
     def events(
         self, summed: Collection[int], again: Collection[int]

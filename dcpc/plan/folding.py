@@ -140,7 +140,7 @@ def copies_of(program: Program) -> dict[str, object]:
     return found
 
 
-def gathering(traces: Sequence[Traced], ranks: int) -> list[Traced]:
+def gathering(traces: Sequence[Traced], ranks: int, away: bool = False) -> list[Traced]:
     """Returns traces of one model whose graphs gather parameters, the same units in the same order.
 
     They sum gradients of the same ones: of what another trace alone trains a graph sums zeros.
@@ -173,7 +173,7 @@ def gathering(traces: Sequence[Traced], ranks: int) -> list[Traced]:
         lent = frozenset(own[name] for name in every - _trained(traced))
         zero = traced.program.zero_gradients | lent
         made = replace(traced.program, zero_gradients=zero)
-        gathered = replace(units, units=mine, lent=lent)
+        gathered = replace(units, units=mine, lent=lent, away=away)
         found.append(replace(traced, program=made, units=gathered, tracers={}))
     return found
 

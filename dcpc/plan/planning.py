@@ -28,6 +28,7 @@ from dcpc.symbolic_profile import (
     LARGE_SEGMENT_BYTES,
     Device,
     OptimizerMemory,
+    Prediction,
     ReportRow,
     bytes_text,
     render_formulas,
@@ -72,6 +73,9 @@ class PlanRequest:
         tile: most rows of a tile of the widest values; "auto": where that pays; "none": no tiles.
         away_bytes: most bytes of saved values that may leave a rank's device; 0: none do.
         all_leave: whether all leave that can and find room, whether that pays or not.
+        held_away: name of the store where parameters, their gradients and the optimizer's state
+            are; "": on the device.
+        held_away_bytes: bytes that they take there.
     """
 
     sps: tuple[int, ...]
@@ -89,6 +93,8 @@ class PlanRequest:
     tile: int | str = "none"
     away_bytes: int = 0
     all_leave: bool = False
+    held_away: str = ""
+    held_away_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +213,15 @@ class Planned:
     def report(self, full: bool = False) -> str:
         """Returns each bucket's plan with its reason; `full`: formulas and attention as well."""
         text = render_report(self.report_rows)
+        mode = self.request.parameters
         text += (
             f"a rank keeps {bytes_text(self.request.resident_bytes)} besides each peak: "
-            f"parameters ({self.request.parameters}), buffers, their gradients, the optimizer's "
-            "state\n"
+            f"parameters ({mode}), buffers, their gradients, the optimizer's state"
         )
+        if self.request.held_away:
+            away = bytes_text(self.request.held_away_bytes)
+            text += f"; all but the buffers are away, in host= and disk=: {away} of this rank"
+        text += "\n"
         if self.request.communicators:
             each_bytes = self.device.communicator_bytes
             text += (
@@ -492,6 +502,11 @@ def _row(priced: Priced, bucket: Bucket, sp: int, batch: int, request: PlanReque
     return row_of(priced.at(priced.placement(sizes, sp, near=True)), sizes, sp, request)
 
 
+def run_bytes(cost: Prediction) -> int:
+    """Returns the bytes of a micro-batch while it runs, beside those that stay on a rank."""
+    return cost.peak_bytes + cost.input_bytes + LOSS_GRADIENT_BYTES
+
+
 def row_of(study: Study, sizes: Sizes, sp: int, request: PlanRequest) -> TriedRow:
     """Returns the row with the least recompute that fits, or a quicker one whose values leave."""
     batch = sizes.get(BATCH, 1)
@@ -501,8 +516,7 @@ def row_of(study: Study, sizes: Sizes, sp: int, request: PlanRequest) -> TriedRo
 
     def row(menu_step: int) -> TriedRow:
         cost = study.predict(menu_step, sizes)
-        run_bytes = cost.peak_bytes + cost.input_bytes + LOSS_GRADIENT_BYTES
-        needed = request.resident_bytes + max(run_bytes, request.step_bytes)
+        needed = request.resident_bytes + max(run_bytes(cost), request.step_bytes)
         fits = needed <= request.memory_bytes and cost.away_bytes <= request.away_bytes
         peak_bytes, seconds_s = cost.peak_bytes, cost.seconds_s
         all_bytes = study.predict(0, sizes).saved_bytes

@@ -9,16 +9,19 @@ folder; one thread writes and reads. Slots are used again for values that need a
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,6 +48,9 @@ class Slot(Protocol):
 
     def read(self, value: Tensor) -> SlotCopy:
         """Starts to fill a flat tensor of bytes from the slot."""
+
+    def memory(self) -> Tensor:
+        """Returns the slot's bytes, as memory that ops read and write."""
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -88,6 +94,10 @@ class HostSlot:
         if value.is_cuda:  # a step that fails may free it while it is filled
             value.record_stream(_streams(value.device)[1])
         return found
+
+    def memory(self) -> Tensor:
+        """Returns the slot's bytes, as memory that ops read and write."""
+        return self._held
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -157,6 +167,10 @@ class FileSlot:
         into = value if value.device.type == "cpu" else torch.empty_like(value, device="cpu")
         job = self._thread.submit(self._each, "read", self._fill, into)
         return Queued(job) if into is value else Queued(job, lambda: value.copy_(into))
+
+    def memory(self) -> Tensor:
+        """Returns the slot's bytes, mapped: the system reads and writes the file when it must."""
+        return torch.frombuffer(mmap.mmap(self._file.fileno(), self.size_bytes), dtype=torch.uint8)
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -235,6 +249,7 @@ class Store:
         self.places = tuple(places)
         self._lock = threading.RLock()  # the collector may give a slot back while one is taken
         self.moved_bytes = 0  # of all values that left
+        self._addresses = set[int]()  # of the memory of tensors that lie here
 
     def take(self, size_bytes: int) -> HeldSlot:
         """Returns memory for a value in the first place that has room.
@@ -260,6 +275,32 @@ class Store:
         """Takes a slot back."""
         with self._lock:
             pool.give(slot)
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns a tensor of any content that lies here, as long as it or a view of it lives.
+
+        Raises:
+            StoreError: no place has room.
+        """
+        size_bytes = math.prod(shape) * dtype.itemsize
+        if not size_bytes:
+            return torch.empty(tuple(shape), dtype=dtype)
+        held = self.take(size_bytes)
+        memory = held.slot.memory()[:size_bytes].numpy().view(_Kept)
+        memory.held = held
+        self._addresses.add(memory.ctypes.data)
+        weakref.finalize(memory, self._addresses.discard, memory.ctypes.data)
+        return torch.from_numpy(memory).view(dtype).view(tuple(shape))
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is one that `tensor` made."""
+        return tensor.untyped_storage().data_ptr() in self._addresses
+
+
+class _Kept(np.ndarray[Any, Any]):
+    """Bytes of a slot, which goes back with the last tensor of them."""
+
+    held: HeldSlot
 
 
 class HeldSlot:

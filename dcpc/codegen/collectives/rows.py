@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpc.codegen.collectives.collectives import group_named, on_wire, wire_log
+from dcpc.codegen.collectives.resident import copies
 from dcpc.errors import GroupError
 from dcpc.fx.torch_api.collectives import all_gather_single
 from dcpc.ops.bundles import messages
@@ -64,7 +65,11 @@ def _named(pg: dist.ProcessGroup, what: str) -> Iterator[None]:
 
 @torch.library.custom_op("dcpc::gather_rows", mutates_args=())
 def gather_rows(
-    rows: Sequence[Tensor], ranks: int, group: str, token: Tensor | None = None
+    rows: Sequence[Tensor],
+    ranks: int,
+    group: str,
+    token: Tensor | None = None,
+    to: torch.device | None = None,
 ) -> list[Tensor]:
     """Returns whole parameters, with zero rows at their ends, and a token.
 
@@ -74,7 +79,22 @@ def gather_rows(
         ranks: number of ranks in the group.
         group: name of the group.
         token: token of the previous call.
+        to: device of the whole ones, where the rows wait in the host's memory or on a disk.
     """
+    if to is not None:
+        return copies.of(rows, lambda: _gathered_to(rows, ranks, group, to))
+    return _gathered(rows, ranks, group)
+
+
+def _gathered_to(
+    rows: Sequence[Tensor], ranks: int, group: str, to: torch.device
+) -> list[Tensor]:
+    """Returns what `gather_rows` does, of rows that come to a device first."""
+    own = [x.detach().to(to, non_blocking=True, copy=ranks == 1) for x in rows]
+    return [*own, _token(own[0])] if ranks == 1 else _gathered(own, ranks, group)
+
+
+def _gathered(rows: Sequence[Tensor], ranks: int, group: str) -> list[Tensor]:
     pg = group_named(group)
     found = [x.new_empty(_whole_shape(x, ranks)) if x.dim() else x.clone() for x in rows]
     sizes = {i: (x.dtype, ranks * x.nbytes) for i, x in enumerate(rows) if x.dim() and x.numel()}
@@ -127,17 +147,31 @@ def _gather_into(into: Tensor, own: Tensor, pg: dist.ProcessGroup, number: int) 
 
 
 @gather_rows.register_fake
-def _(rows: Sequence[Tensor], ranks: int, group: str, token: Tensor | None = None) -> list[Tensor]:
-    return [*(x.new_empty(_whole_shape(x, ranks)) for x in rows), _token(rows[0])]
+def _(
+    rows: Sequence[Tensor],
+    ranks: int,
+    group: str,
+    token: Tensor | None = None,
+    to: torch.device | None = None,
+) -> list[Tensor]:
+    device = to or rows[0].device
+    return [
+        *(x.new_empty(_whole_shape(x, ranks), device=device) for x in rows),
+        _token(rows[0]).to(device),
+    ]
 
 
 @torch.library.custom_op("dcpc::sum_rows", mutates_args=())
 def sum_rows(
-    gradients: Sequence[Tensor], ranks: int, group: str, token: Tensor | None = None
+    gradients: Sequence[Tensor],
+    ranks: int,
+    group: str,
+    token: Tensor | None = None,
+    to: torch.device | None = None,
 ) -> list[Tensor]:
     """Returns this rank's rows of the sum of all ranks' gradients, and a token.
 
-    The sums are added in rank order.
+    The sums are added in rank order; `to` says where they go then, None: they stay.
     """
     pg = group_named(group)
     found = [x.new_empty(rows_shape(x.shape, ranks)) for x in gradients]
@@ -158,7 +192,7 @@ def sum_rows(
             work.wait()
         for i, part in zip(together, _parts(arrived, found, together, ranks), strict=True):
             torch.sum(part, 0, out=found[i].view(-1))
-    return [*found, _token(gradients[0])]
+    return [*(x if to is None else x.to(to) for x in found), _token(gradients[0])]
 
 
 def _sent(gradients: Sequence[Tensor], rows: Sequence[Tensor], ranks: int) -> Tensor:
@@ -194,6 +228,12 @@ def _parts(
 
 @sum_rows.register_fake
 def _(
-    gradients: Sequence[Tensor], ranks: int, group: str, token: Tensor | None = None
+    gradients: Sequence[Tensor],
+    ranks: int,
+    group: str,
+    token: Tensor | None = None,
+    to: torch.device | None = None,
 ) -> list[Tensor]:
-    return [*(x.new_empty(rows_shape(x.shape, ranks)) for x in gradients), _token(gradients[0])]
+    device = to or gradients[0].device
+    found = (x.new_empty(rows_shape(x.shape, ranks), device=device) for x in gradients)
+    return [*found, _token(gradients[0])]

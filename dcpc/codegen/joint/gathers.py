@@ -30,6 +30,7 @@ aten = torch.ops.aten
 _DENSE = aten.clone.default
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _CONTIGUOUS = MappingProxyType({"memory_format": torch.contiguous_format})
+HOST = torch.device("cpu")
 ROW_CALLS = frozenset({torch.ops.dcpc.gather_rows.default, torch.ops.dcpc.sum_rows.default})
 
 
@@ -115,10 +116,11 @@ class Gathering:
         for p in members:
             p.meta["val"] = self._rows(p.meta["val"])
         ranks, owner = self.units.ranks, firsts[0].name
+        to = {"to": wholes[0].device} if self.units.away else {}
         with self.graph.inserting_before(before):
             gather = self._call(
                 owner, torch.ops.dcpc.gather_rows.default,
-                (firsts, ranks, ROWS_GROUP), firsts,
+                (firsts, ranks, ROWS_GROUP), firsts, kwargs=to,
             )  # fmt: skip
             made: list[fx.Node] = []
             for i, (p, whole) in enumerate(zip(firsts, wholes, strict=True)):
@@ -159,6 +161,8 @@ class Gathering:
     def _sums(self, made: Sequence[UnitNodes], trainable: Sequence[str]) -> tuple[UnitNodes, ...]:
         """Inserts the sums of gradients before the output, which returns their results."""
         output = self.graph.output_node()
+        if self.units.ranks == 1:
+            return tuple(made)
         outputs: Any = output.args[0]
         count = len(outputs) - len(trainable)
         returned, gradients = outputs[:count], outputs[count:]
@@ -183,7 +187,10 @@ class Gathering:
                     continue
                 owner = next(iter(own))
                 args = (list(own.values()), self.units.ranks, ROWS_GROUP)
-                summed = self._call(owner, torch.ops.dcpc.sum_rows.default, args, own.values())
+                summed = self._call(
+                    owner, torch.ops.dcpc.sum_rows.default, args, own.values(),
+                    kwargs={"to": HOST} if self.units.away else _NONE,
+                )  # fmt: skip
                 rows = [self._item(owner, summed, i) for i in range(len(own))]
                 of |= zip(own, rows, strict=True)
                 found.append(
@@ -205,14 +212,15 @@ class Gathering:
         return self._call(owner, aten.add.Tensor, (one, other), (), self._fake(value.shape, value))
 
     def _rows(self, whole: Tensor) -> Tensor:
-        return self._fake(rows_shape(whole.shape, self.units.ranks), whole)
+        home = HOST if self.units.away else whole.device
+        return self._fake(rows_shape(whole.shape, self.units.ranks), whole, home)
 
-    def _fake(self, shape: Sequence[int], like: Tensor) -> Tensor:
+    def _fake(self, shape: Sequence[int], like: Tensor, device: Any = None) -> Tensor:
         """Returns a contiguous fake tensor; equal ones are shared, so that costs are read once."""
-        key = (tuple(shape), like.dtype, like.device)
+        key = (tuple(shape), like.dtype, device or like.device)
         if key not in self._known:
             with self._mode:
-                self._known[key] = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+                self._known[key] = torch.empty(key[0], dtype=like.dtype, device=key[2])
         return self._known[key]
 
     def _call(
@@ -228,7 +236,7 @@ class Gathering:
         """Inserts a call. Without a given value it has one result for each operand, and a token."""
         node = self.graph.call_function(target, args, dict(kwargs))
         if value is None:
-            shaped = [self._result(target, n.meta["val"]) for n in operands]
+            shaped = [self._result(target, n.meta["val"], kwargs.get("to")) for n in operands]
             with self._mode:
                 value = [*shaped, torch.empty(1, dtype=torch.uint8, device=shaped[0].device)]
         count = len(value) if isinstance(value, list) else 1
@@ -239,11 +247,11 @@ class Gathering:
         self.owner[node.name] = owner
         return node
 
-    def _result(self, target: Any, given: Tensor) -> Tensor:
+    def _result(self, target: Any, given: Tensor, to: Any) -> Tensor:
         if target is torch.ops.dcpc.sum_rows.default:
             return self._rows(given)
         shape = [self.units.ranks * n for n in given.shape[:1]] + [*given.shape[1:]]
-        return self._fake(shape, given)
+        return self._fake(shape, given, to)
 
     def _item(self, owner: str, node: fx.Node, position: int) -> fx.Node:
         storage = (node.meta["storage"][position],)
@@ -339,11 +347,13 @@ def take_part(
         if kind == "gather":
             members: Any = unit.gather.args[0]
             rows = [taken[p.name] for p in members]
-            torch.ops.dcpc.gather_rows(rows, units.ranks, ROWS_GROUP)
+            torch.ops.dcpc.gather_rows(rows, units.ranks, ROWS_GROUP, **unit.gather.kwargs)
             continue
         nothing = []
         for name, gradient in zip(unit.summed, unit.gradients, strict=True):
-            zero = taken[name].detach().new_zeros(())
-            nothing.append(zero.expand(gradient.meta["val"].shape))
-        *found, _ = torch.ops.dcpc.sum_rows(nothing, units.ranks, ROWS_GROUP)
+            made = gradient.meta["val"]
+            zero = torch.zeros((), dtype=taken[name].dtype, device=made.device)
+            nothing.append(zero.expand(made.shape))
+        assert unit.sum is not None, "its gradients are summed"
+        *found, _ = torch.ops.dcpc.sum_rows(nothing, units.ranks, ROWS_GROUP, **unit.sum.kwargs)
         yield from zip(unit.summed, found, strict=True)

@@ -109,7 +109,7 @@ def _module(
             made[node.meta[STANDS_FOR]] = made[node]
         if node.target in ROW_CALLS:  # whatever compiles the graph keeps their order
             if token is not None:
-                made[node].kwargs = {"token": token}
+                made[node].kwargs = {**made[node].kwargs, "token": token}
             last = len(node.meta["val"]) - 1
             # An explicit name: the default one, "getitem", may be that of a later call.
             args, name = (made[node], last), f"{node.name}_token"

@@ -11,7 +11,7 @@ from dcpc.buckets import Bucket, Buckets
 from dcpc.compiled.agreed_state import AgreedState
 from dcpc.compiled.dispatch import Dispatch
 from dcpc.compiled.editions import Edition, Editions, Prepare
-from dcpc.compiled.materialize import on_meta
+from dcpc.compiled.materialize import on_meta, place_of
 from dcpc.compiled.seeds import Seeds
 from dcpc.compiled.tighter import TighterPlans
 from dcpc.errors import DispatchError
@@ -73,7 +73,8 @@ class ModelCore:
         self.store: ParameterStore = WholeStore((), groups)
         if not self.unmade:
             asked = planned.request
-            self.store = store_of(asked.parameters, model.parameters(), groups, asked.block)
+            mode, place = asked.parameters, place_of(asked)
+            self.store = store_of(mode, model.parameters(), groups, asked.block, place)
             self.store.install(model)
         self.seeds = Seeds(base_seed, groups)
         self.tighter = TighterPlans(planned, self.plans, tables, groups)

@@ -74,7 +74,7 @@ class ModelOnGroup:
     def refuse_by_hand(self, what: str) -> None:
         """Refuses gradients outside of a train step, where ranks share the parameters out."""
         mode = self.core.planned.request.parameters
-        if mode != "whole" and self.core.groups.world > 1:
+        if mode != "whole":
             raise DispatchError(
                 f"parameters='{mode}': got {what}; expected train_step: no rank keeps a whole "
                 "gradient, so it is summed while a step runs; call the model under "

@@ -192,7 +192,7 @@ class ModelRuns:
                 step, result = core.tighter.run(step, attempt)
         finally:
             edition.dispatch.bind_blocks()
-            edition.dispatch.begin(())
+            edition.dispatch.end_step()
         self._stepped(step, result)
         return result
 

@@ -6,6 +6,7 @@ from dcpc.plan.options.signatures import commanded, options_table, taking
 from dcpc.plan.options.values import (
     MOST_COMMUNICATORS,
     autocast_of,
+    away_kinds,
     block_of,
     degrees,
     disk_of,

@@ -20,6 +20,8 @@ from dcpc.plan.options.declared import CommandOption, declare, facts, quoted
 from dcpc.plan.options.values import (
     AUTOCAST,
     AWAY,
+    away_kinds,
+    parse_away,
     PARAMETERS,
     RECOMPUTE,
     VERIFY,
@@ -109,12 +111,14 @@ class ModelOptions:
         check=disk_of,
         command=CommandOption(str | None, metavar="FOLDER:BYTES"),
     )
-    away: str = declare(
+    away: str | Sequence[str] = declare(
         "auto",
-        'which saved values leave the device, for `host` or `disk`: `"auto"` (of a bucket that '
-        'would recompute or not fit, where that pays), `"none"` or `"all"`',
-        check=one_of("away", AWAY),
-        command=CommandOption(str, choices=AWAY),
+        'what leaves the device, for `host` or `disk`: `"auto"` (saved values of a bucket that '
+        'would recompute or not fit, where that pays), `"none"`, `"all"` (all saved values), or '
+        'some of `"activations"` (as `"auto"`) and `"parameters"` (they, their gradients and the '
+        "optimizer's state lie there, and graphs fetch them one block after the other)",
+        check=away_kinds,
+        command=CommandOption(str, parse_away, choices=AWAY),
     )
     backend: str = declare(
         "inductor",
@@ -214,11 +218,36 @@ class ModelOptions:
                 "state takes follows from the first, and the second says it; leave one out"
             )
 
-        if self.block is not None and self.parameters not in ("rounds", "auto"):
+        if away_kinds(self.away)[1]:
+            self._check_away()
+        if self.block is not None and self.held not in ("rounds", "auto"):
             raise PlanError(
                 f"got block={self.block!r} with parameters={self.parameters!r}; expected "
                 "parameters='rounds': of the other ways to hold them none gathers within a block; "
                 "leave it out, or take 'rounds'"
+            )
+
+    @property
+    def held(self) -> str:
+        """Returns the way to hold parameters: "rounds" where they are away."""
+        return "rounds" if away_kinds(self.away)[1] else self.parameters
+
+    def _check_away(self) -> None:
+        if self.block is not None:
+            raise PlanError(
+                f"got block={self.block!r} with away={self.away!r}; expected none: ranks of several "
+                "blocks sum gradients by the device's links, and these lie elsewhere; leave it out"
+            )
+        if not (self.host or self.disk):
+            raise PlanError(
+                f"got away={self.away!r} without host= and disk=; expected one of them: it says "
+                "where parameters lie, and how many bytes they may take; pass host='64GB'"
+            )
+        if self.parameters not in ("whole", "rounds", "auto"):
+            raise PlanError(
+                f"got parameters={self.parameters!r} with away={self.away!r}; expected "
+                "parameters='rounds', or to leave it out: graphs fetch what lies elsewhere one "
+                "block after the other, and of the others none gathers; leave it out"
             )
 
     @property

@@ -26,7 +26,7 @@ from dcpc.trace.wrappers import refuse_wrapped
 
 # "pyramid" is VideoSys' name for what "auto" does: short samples recompute little, long ones more.
 RECOMPUTE = ("auto", "pyramid", "none", "all")
-AWAY = ("auto", "none", "all")
+AWAY = ("auto", "none", "all", "activations", "parameters")
 DISK_BYTES_PER_S = 2e9  # assumed: an NVMe disk that others use, too
 VERIFY = ("auto", "full", "off")
 PARAMETERS = ("whole", "step", "pull", "rounds", "auto")
@@ -156,6 +156,35 @@ def host_of(host: int | float | str | None) -> int:
             "out"
         )
     return int(found)
+
+
+def away_kinds(away: str | Sequence[str]) -> tuple[str, bool]:
+    """Returns how activations leave ("auto", "none" or "all"), and whether parameters are away.
+
+    Args:
+        away: one of `AWAY`, or several of "activations" and "parameters": a sequence, or a text
+            with commas.
+
+    Raises:
+        PlanError: it is something else.
+    """
+    names = away.split(",") if isinstance(away, str) else away
+    known = isinstance(names, Sequence) and all(isinstance(n, str) for n in names)
+    kinds = {n.strip() for n in names} if known else set[str]()
+    if not kinds or not (kinds <= set(AWAY[3:]) or (len(kinds) == 1 and kinds <= set(AWAY))):
+        raise PlanError(
+            f"got away={reprlib.repr(away)}; expected 'auto', 'none', 'all', or which of "
+            "'activations' and 'parameters' may leave, as ('activations', 'parameters'); correct it"
+        )
+    if kinds <= set(AWAY[:3]):
+        return kinds.pop(), False
+    return "auto" if "activations" in kinds else "none", "parameters" in kinds
+
+
+def parse_away(text: str) -> str:
+    """Returns a command's text of `away`, checked."""
+    away_kinds(text)
+    return text
 
 
 def disk_of(disk: str | None) -> tuple[str, int, float]:

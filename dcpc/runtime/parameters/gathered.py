@@ -14,8 +14,8 @@ free of each other; then ranks with the same rows sum these once, at the end of 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from dcpc.errors import DispatchError
+from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.parameters.away_state import Place, move_state, step_new
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES, Reduction, trained
 from dcpc.runtime.parameters.row_store import RowStore
 from dcpc.runtime.parameters.rows import SharedRows
@@ -35,12 +37,21 @@ class GatheredStore(RowStore):
 
     Args:
         parameters: parameters of the model; tied ones count once.
-        groups: the process groups, of more than one rank.
+        groups: the process groups, of more than one rank unless the rows are away.
         block: ranks that share the rows out, as for `RowStore`.
+        away: where the rows are, their gradients and the optimizer's state of them; None: on the
+            device.
     """
 
     mode = "rounds"
     in_rounds = keeps_meta = True
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], groups: Groups, block: int = 0, away: Place | None = None
+    ) -> None:
+        self.away = away
+        self._stepped: list[tuple[nn.Parameter, Any]] = []
+        super().__init__(parameters, groups, block)
 
     def _allocate(self) -> None:
         """Takes this rank's rows of each parameter; the model's own are those of `install`."""
@@ -53,7 +64,7 @@ class GatheredStore(RowStore):
             split = SharedRows(p.shape, self.block)
             shape = (split.count, *p.shape[1:]) if p.dim() else ()
             # Rows of zeros follow the last one, so that all ranks send as much.
-            taken = torch.zeros(shape, dtype=p.dtype, device=self.groups.device)
+            taken = self.memory(shape, p.dtype).zero_()
             empty = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
             own = p if p.is_meta else nn.Parameter(empty, p.requires_grad)
             vars(own).update(vars(p))
@@ -69,6 +80,16 @@ class GatheredStore(RowStore):
                 if p is not None:
                     module._parameters[name] = self._instead.get(id(p), p)
         self._instead.clear()
+
+    def memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns a tensor of any content where this rank's rows are.
+
+        Raises:
+            StoreError: there is no room for it.
+        """
+        if self.away is not None:
+            return self.away.tensor(shape, dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device=self.groups.device)
 
     def fill(self, p: nn.Parameter, value: Tensor) -> None:
         """Writes this rank's rows of a whole parameter's value."""
@@ -143,8 +164,19 @@ class GatheredStore(RowStore):
         self.refuse_own(optimizer, [*self.whole, *before])
         return super().of_optimizer(optimizer)
 
-    def updated(self, params: list[nn.Parameter]) -> None:
-        """Does nothing: rows are gathered when they are read."""
+    def updating(self, optimizer: Optimizer, alone: bool) -> None:
+        """Has the optimizer make its state where the rows are, if they are away."""
+        if self.away is not None and alone:
+            self._stepped = step_new(optimizer, self.away)
+
+    def updated(self, params: list[nn.Parameter], optimizer: Optimizer | None = None) -> None:
+        """Gives gradients back: rows are gathered when they are read."""
+        for p, gradient in self._stepped:
+            p.grad = gradient
+        self._stepped = []
+        if self.away is not None and optimizer is not None:
+            every = [p for group in optimizer.param_groups for p in group["params"]]
+            move_state(optimizer, self.away, every)
 
     def _loading(self, own: nn.Parameter, value: Tensor) -> Tensor:
         """Writes this rank's rows of a whole value; returns a parameter without memory."""
@@ -178,7 +210,12 @@ class RoundSum(Reduction):
         """Adds the rows of a round's sum to those of the tensor that graphs take."""
         if gradient is None or not p.requires_grad:
             return
-        p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+        if p.grad is not None:
+            p.grad.add_(gradient)
+        elif self._store.away is not None:
+            p.grad = self._store.memory(p.shape, p.dtype).copy_(gradient)
+        else:
+            p.grad = gradient
         self._added_bytes += gradient.nbytes
         self.early_bytes += gradient.nbytes
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from dcpc.errors import DispatchError
 from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.parameters.away_state import Place
 from dcpc.runtime.parameters.gathered import GatheredStore
 from dcpc.runtime.parameters.row_store import RowStore
 from dcpc.runtime.parameters.rows import SharedRows
@@ -20,13 +21,19 @@ _SHARING: dict[str, type[RowStore]] = {s.mode: s for s in (RowStore, SharedStore
 _in_use: weakref.WeakSet[RowStore] = weakref.WeakSet()
 
 
-def kind_of(mode: str, groups: Groups) -> type[ParameterStore]:
-    """Returns the kind of store of a mode; a rank alone holds all parameters in each mode."""
-    return WholeStore if groups.world == 1 else _SHARING.get(mode, WholeStore)
+def kind_of(mode: str, groups: Groups, away: Place | None = None) -> type[ParameterStore]:
+    """Returns the kind of store of a mode; a rank alone holds all parameters unless away."""
+    if groups.world == 1 and away is None:
+        return WholeStore
+    return _SHARING.get(mode, WholeStore)
 
 
 def store_of(
-    mode: str, parameters: Iterable[nn.Parameter], groups: Groups, block: int = 0
+    mode: str,
+    parameters: Iterable[nn.Parameter],
+    groups: Groups,
+    block: int = 0,
+    away: Place | None = None,
 ) -> ParameterStore:
     """Returns the store of a model's parameters in a mode; a rank alone holds all of them.
 
@@ -35,6 +42,7 @@ def store_of(
         parameters: parameters of the model; in "rounds" the store's `install` gives it others.
         groups: the process groups.
         block: number of ranks that share them out; 0: all.
+        away: where rows are, in "rounds"; None: on the device.
 
     Raises:
         DispatchError: another compiled model shares out some of them otherwise.
@@ -51,9 +59,10 @@ def store_of(
             f"compile it with parameters={other.mode!r} as before, or delete what was compiled "
             "first"
         )
-    if groups.world == 1 or mode == WholeStore.mode:
+    kind = kind_of(mode, groups, away)
+    if kind is WholeStore:
         return WholeStore(own, groups)
-    made = _SHARING[mode](own, groups, block)
+    made = GatheredStore(own, groups, block, away) if away else _SHARING[mode](own, groups, block)
     _in_use.add(made)
     return made
 

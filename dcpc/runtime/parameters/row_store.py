@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 from dcpc.errors import DispatchError
 from dcpc.fx.torch_api.collectives import all_gather_single
 from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.parameters.away_state import Place
 from dcpc.runtime.parameters.hollow import give_memory, is_hollow
 from dcpc.runtime.parameters.reduction import (
     COMM_BUCKET_BYTES,
@@ -46,9 +47,11 @@ class RowStore(ParameterStore):
 
     Attributes:
         place: number of this rank among those that share them out.
+        away: memory beyond the device's where the rows are; None: on the device.
     """
 
     mode = "step"
+    away: Place | None = None
 
     def __init__(self, parameters: Iterable[nn.Parameter], groups: Groups, block: int = 0) -> None:
         self.groups, self.block = groups, block or groups.world
@@ -57,7 +60,7 @@ class RowStore(ParameterStore):
         self._allocate()
         # Not at the top: whoever keeps parameters whole does not wait for it.
         self._dtensor = importlib.import_module("torch.distributed.tensor")
-        self._mesh = self._mesh_of(groups)
+        self._mesh = self._mesh_of(groups) if groups.world > 1 else None
         self._refuse_overlaps()
         self._make_shards()
         self._comm_bucket_bytes = COMM_BUCKET_BYTES
@@ -75,6 +78,8 @@ class RowStore(ParameterStore):
         Collective over all ranks where there are several blocks.
         """
         make, kind = self._dtensor.DeviceMesh.from_group, groups.device.type
+        if self.away is not None:
+            return make(groups.control(groups.world), "cpu")
         if self.block == groups.world:
             return make(groups.of(groups.world), kind)
         ranks = torch.tensor(groups.global_ranks).view(-1, self.block)
@@ -114,12 +119,14 @@ class RowStore(ParameterStore):
         return SharedRows(whole.shape, self.block).of(self.place, whole.detach())
 
     def sharded(self, p: Tensor, rows: Tensor) -> Tensor:
-        """Returns the `DTensor` of which this rank has these rows.
+        """Returns the `DTensor` of which this rank has these rows; on a rank alone the rows.
 
         Args:
             p: whole parameter, whose shape it has.
-            rows: rows of this rank.
+            rows: rows of this rank; alone they are all that there are.
         """
+        if self._mesh is None:
+            return rows
         same = self._dtensor.Replicate()
         places = [same] * (self._mesh.ndim - 1) + [self._dtensor.Shard(0) if p.dim() else same]
         found: Tensor = self._dtensor.DTensor.from_local(
@@ -170,14 +177,20 @@ class RowStore(ParameterStore):
         for p in self.whole:
             p.grad = None
 
-    def updating(self) -> None:
-        """Runs before an optimizer writes; collective over all ranks."""
+    def updating(self, optimizer: Optimizer, alone: bool) -> None:
+        """Runs before an optimizer writes; collective over all ranks.
 
-    def updated(self, params: list[nn.Parameter]) -> None:
+        Args:
+            optimizer: optimizer that has rows of the store.
+            alone: whether its step gets no closure.
+        """
+
+    def updated(self, params: list[nn.Parameter], optimizer: Optimizer | None = None) -> None:
         """Gathers the rows of parameters that each rank has written; collective over all ranks.
 
         Args:
             params: whole parameters, the same on every rank.
+            optimizer: optimizer that wrote them; None: none did.
         """
         pg = self.groups.of(self.groups.world)
         with torch.no_grad():
@@ -310,14 +323,14 @@ def _watch(store: RowStore) -> None:
         found = ref()
         if found is not None and found.of_optimizer(optimizer):
             with found.groups.watch.naming():
-                found.updating()
+                found.updating(optimizer, len(args) < 2 and not kwargs)
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found = ref()
         params = [] if found is None else found.of_optimizer(optimizer)
         if found is not None and params:
             with found.groups.watch.naming():
-                found.updated(params)
+                found.updated(params, optimizer)
 
     for handle in (
         register_optimizer_step_pre_hook(before),

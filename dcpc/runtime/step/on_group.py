@@ -42,6 +42,9 @@ Deliver = Callable[[torch.nn.Parameter, torch.Tensor], None]
 class InRounds(Protocol):
     """The model's part of a step in rounds, in which the ranks of a block gather together."""
 
+    def begin_step(self, rounds: Sequence[Sequence[PlannedMicroBatch]]) -> None:
+        """Begins a step of these rounds, each of micro-batches that ranks run at once."""
+
     def begin(self, together: Sequence[PlannedMicroBatch]) -> None:
         """Begins a round, in which the ranks run these micro-batches."""
 
@@ -109,6 +112,8 @@ class OnGroup:
                 self.in_rounds.begin(turn.together)
             if self.prepare is not None and turn.own is not None:
                 self.prepare(turn.own)
+        if self.in_rounds is not None:
+            self.in_rounds.begin_step([turn.together for turn in turns])
         reduction = self.store.reduction(self.comm_bucket_bytes)
         clock = Clock(groups.device)
         share = self._summed(step, turns, total, reduction, clock)
@@ -185,8 +190,8 @@ class OnGroup:
                     clock.mark()
                 continue
             attempt.running = mb
-            last_or_all = reduction.takes_all or i == last
-            deliver = reduction.deliver if last_or_all and groups.world > 1 else later
+            takes = reduction.takes_all or (i == last and groups.world > 1)
+            deliver = reduction.deliver if takes else later
             with named(partial(name_of, mb, groups.rank)):
                 inputs = mb.inputs_on(groups.device)
                 with self._handing(deliver):

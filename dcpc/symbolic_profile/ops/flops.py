@@ -52,6 +52,9 @@ def cost_of(node: fx.Node, facts: Facts, sp: GroupSize = 1, *, forward: bool = T
         sent = (ranks - 1) * total(tuple(t.size_bytes for t in own))
         count = len(row_messages(own, ranks, scalars=not gathers))
         op = ROWS[name]
+        if argument(node, "to") is not None:  # rows that are not on the device
+            own_bytes = total(tuple(t.size_bytes for t in own))
+            return Work("host", forward, dtype, ranks, 1, ZERO, own_bytes, sent, op, count)
         return Work("collective", forward, dtype, ranks, 1, ZERO, bytes_moved, sent, op, count)
     if name in RINGS:
         ranks = sp if isinstance(sp, int) else sp(str(argument(node, "group")))

@@ -12,6 +12,7 @@ A profile's calls (`Roofline`), which the report prints and recompute weighs, an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -109,6 +110,10 @@ def _row(call: CallKind, device: Device, start_s: float | None) -> tuple[float, 
         if sent is not None:
             alpha_s = sent.alpha_s if start_s is None else start_s
             return 0.0, 0.0, 0.0, 0.0, sent.s_per_byte, alpha_s, False, False
+    if call.op_class == "host":
+        among = replace(call, op_class="collective")
+        *_, per_sent, fixed_s, _, _ = _row(among, device, start_s) if call.ranks > 1 else [0.0] * 4
+        return 0.0, 1 / device.host_bytes_per_s, 0.0, 0.0, per_sent, fixed_s, False, False
     link = device.link(call.ranks)
     alpha_s = link.alpha_s if start_s is None else start_s
     ring = call.op_class != "collective" and call.ranks > 1
