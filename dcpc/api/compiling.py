@@ -133,8 +133,10 @@ def _compiled(
     def prepare(
         mine: Buckets, programs: Sequence[Program], loss: Loss | None
     ) -> Mapping[Bucket, Runnable]:
+        block = asked.block if asked.block < groups.world else None  # all ranks are one
+        away = ("activations", "parameters") if asked.held_away else told.away
         same = replace(
-            told, parameters=asked.parameters, block=asked.block or None, loss=loss,
+            told, parameters=asked.parameters, block=block or None, loss=loss, away=away,
             device=planned.device, calibration=None, autocast=planned.autocast,
         )  # fmt: skip
         return Traces(model, mine, same, programs=programs).held(same)

@@ -67,6 +67,7 @@ CHOICES = (
     Choice("recompute", {"recompute": "all"}),
     Choice("tile", {"tile": 4}),
     Choice("away", {"host": "1GB", "away": "all"}),
+    Choice("tiers", {"host": "1GB", "away": "parameters"}),
     Choice("unpad", {"unpad": True}),
     Choice("packing", loader={"packing": "segment_ids"}),
     Choice("stream", more="stream"),
@@ -85,10 +86,14 @@ _ONE = "Two values of one option."
 _STAGE = (
     "A rank has the parameters of its stage, whole: {} is a way to hold those of a whole model."
 )
+_WHOLE = "Each rank has all parameters on its device: what lies elsewhere is gathered in rounds."
 # Pair -> why it does not run.
 REFUSED: Mapping[frozenset[str], str] = {
     frozenset({"pipeline", "rounds"}): _STAGE.format("gathering them"),
     frozenset({"pipeline", "pull"}): _STAGE.format("a memory that all ranks map"),
+    frozenset({"pipeline", "tiers"}): _STAGE.format("fetching them from elsewhere"),
+    frozenset({"tiers", "step"}): _WHOLE,
+    frozenset({"tiers", "pull"}): _WHOLE,
     frozenset({"pipeline", "sp"}): "Two ranks are two stages of one rank each; with four it runs.",
 }
 # Two values of one option are no pair.
@@ -100,6 +105,7 @@ SAME = {
 # Runs, and what of it is not there.
 NOTES: Mapping[frozenset[str], str] = {
     frozenset({"pipeline", "away"}): "Stages keep what they save on the device.",
+    frozenset({"tiers", "Inductor"}): "Each use copies a unit: none stays from one to the next.",
     frozenset({"packing", "unpad"}): "Rows have sequences in place of padding.",
 }
 

@@ -115,6 +115,7 @@ def trained(rank: int, prepared: tuple[bool, Ready]) -> dict[str, Any]:
     [
         pytest.param(2, False, {"backend": "eager"}, marks=pytest.mark.slow),
         (2, True, {"backend": "eager", "recompute": "all"}),
+        (2, True, {"backend": "eager", "host": "64MB", "away": "parameters"}),
         pytest.param(4, False, {"backend": "eager", "recompute": "all"}, marks=pytest.mark.slow),
         pytest.param(3, True, {"backend": "eager", "recompute": "none"}, marks=pytest.mark.slow),
         pytest.param(2, True, {"backend": "inductor", "recompute": "all"}, marks=pytest.mark.slow),

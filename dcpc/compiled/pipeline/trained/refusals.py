@@ -14,6 +14,10 @@ _REFUSED = {
         "a rank has the parameters of its stage, whole; take one of these, or compile without "
         "pipeline=",
     ),
+    "away": (
+        ("none", "all", "activations"),
+        "a rank has the parameters of its stage, whole, on its device; take one of these",
+    ),
     "block": ((), "a rank has the parameters of its stage, whole; leave block= out"),
     "batch_norm": (
         (),
