@@ -180,7 +180,7 @@ def train(rank: int, setting: LargeModel, mode: str, data: StdlibSource) -> Larg
         before = _held_bytes(compiled, optimizer)
         peak = measured_peak_bytes(functools.partial(_step, compiled, optimizer, step, losses))
         measured = max(measured, before + peak)
-        counted = [_needed_bytes(compiled, mb) for mb in step.micro_batches]
+        counted = [needed_bytes(compiled, mb) for mb in step.micro_batches]
         predicted = max([predicted, *counted])
         samples.append(tuple(i for mb in step.plan.micro_batches for i in mb.sample_ids))
     seconds = time.perf_counter() - begin_s
@@ -201,7 +201,7 @@ def _step(
     optimizer.zero_grad()
 
 
-def _needed_bytes(compiled: dcpc.CompiledModel, mb: MicroBatch) -> int:
+def needed_bytes(compiled: dcpc.CompiledModel, mb: MicroBatch) -> int:
     """Returns what the plan counts for a micro-batch, with all that stays."""
     setting = (mb.sp, mb.micro_batch, mb.menu_step)
     rows = compiled.planned.tables[mb.bucket]

@@ -55,22 +55,11 @@ def request_of(
     own = whole if mode == "whole" else shares(whole, owners)
     activations, held_away = away_kinds(options.away)
     residents, held_bytes = _residents(model, own, optimizer, mode), 0
-    if held_away:  # the optimizer steps there, too
-        first = len(own)
-        buffers = residents[first : first + len([*model.buffers()])]
-        held_bytes = sum(map(_in_pages, residents)) - sum(map(_in_pages, buffers))
-        residents = buffers
+    if held_away:
+        residents, held_bytes = _on_device(residents, len(own), len([*model.buffers()]))
     rows_bytes = sum(p.nbytes for p in own if p.requires_grad)
     among = communicators(sps, world) if target.communicator_bytes else 0
-    away = away_of(options, target)
-    room_bytes = 0 if away is None else int(away.most_bytes / LOOSE)
-    if held_bytes > room_bytes:
-        raise PlanError(
-            f"got away={options.away!r} with host= and disk= of which a rank may fill "
-            f"{bytes_text(room_bytes)}; expected {bytes_text(held_bytes)} for its part of "
-            "parameters, their gradients and the optimizer's state (a rank fills four fifths of its "
-            "share); raise host= or disk="
-        )
+    room_bytes = _room_bytes(options, away := away_of(options, target), held_bytes)
     return PlanRequest(
         sps=sps,
         recompute_mode=options.recompute_mode,
@@ -78,7 +67,9 @@ def request_of(
         resident_bytes=sum(rounded(size_bytes, target.block_bytes) for size_bytes in residents),
         world=world,
         residents=tuple(residents),
-        step_bytes=_step_away_bytes(own, optimizer, target) if held_away else max(
+        step_bytes=_step_away_bytes(own, optimizer, target)
+        if held_away
+        else max(
             optimizer.step_bytes(own),
             # A comm bucket on its way to the other blocks lies beside the gradients.
             min(rows_bytes, COMM_BUCKET_BYTES) if owners < world else 0,
@@ -89,7 +80,7 @@ def request_of(
         communicators=among,
         optimizer=optimizer,
         tile=options.tile,
-        away_bytes=0 if activations == "none" else room_bytes - held_bytes,
+        away_bytes=0 if activations == "none" else room_bytes,
         all_leave=activations == "all",
         held_away=away.store if held_away and away is not None else "",
         held_away_bytes=held_bytes,
@@ -110,6 +101,29 @@ def away_of(options: PlanOptions, target: Device) -> Away | None:
     if options.away == "none" or not any(shares):
         return None
     return Away(text_of(shares[0], folder, shares[1]), *shares, rate)
+
+
+def _on_device(residents: list[int], parameters: int, buffers: int) -> tuple[list[int], int]:
+    """Returns the bytes of buffers, which stay, and those of all else in the pages of a store."""
+    staying = residents[parameters : parameters + buffers]
+    return staying, sum(map(_in_pages, residents)) - sum(map(_in_pages, staying))
+
+
+def _room_bytes(options: PlanOptions, away: Away | None, held_bytes: int) -> int:
+    """Returns the bytes that plans may fill of a rank's share, beside those of parameters there.
+
+    Raises:
+        PlanError: it has no room for that.
+    """
+    most_bytes = 0 if away is None else int(away.most_bytes / LOOSE)
+    if held_bytes > most_bytes:
+        raise PlanError(
+            f"got away={options.away!r} with host= and disk= of which a rank may fill "
+            f"{bytes_text(most_bytes)}; expected {bytes_text(held_bytes)} for its part of "
+            "parameters, their gradients and the optimizer's state (a rank fills four fifths of "
+            "its share); raise host= or disk="
+        )
+    return most_bytes - held_bytes
 
 
 def _in_pages(size_bytes: int) -> int:

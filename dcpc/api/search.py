@@ -147,8 +147,9 @@ def _ways_to_hold(options: PlanOptions, device: Device) -> list[PlanOptions]:
     """Returns the options with each mode of parameters to try, the one that sends least first."""
     if options.held != "auto":
         return [options]
-    away = replace(options, away=("activations", "parameters"), parameters="rounds")
-    last = [away] if options.away == "auto" and (options.host or options.disk) else []
+    last: list[PlanOptions] = []
+    if options.away == "auto" and (options.host or options.disk) and not options.block:
+        last = [replace(options, away=("activations", "parameters"), parameters="rounds")]
     whole, step = (replace(options, parameters=m, block=None) for m in ("whole", "step"))
     least = replace(options, parameters="pull", block=None)
     if device.gpu or options.block:

@@ -3,7 +3,7 @@
 from dcpc.codegen.away.away_ops import ARRIVE, ASK, GONE, LEAVE, forward_alone
 from dcpc.codegen.away.host_store import LOOSE, PAGE_BYTES, store_of, text_of
 from dcpc.codegen.collectives.collectives import bind_group, wire_log
-from dcpc.codegen.collectives.resident import Resident, copies, kept_after
+from dcpc.codegen.collectives.resident import Resident, fetched, kept_after
 from dcpc.codegen.collectives.rows import ROWS_GROUP
 from dcpc.codegen.joint.gathers import UnitNodes, gather_key, take_part
 from dcpc.codegen.joint.joint import Tracer, with_quotients

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from dcpc.buckets import BATCH, Bucket, Buckets, shapes_and_dtypes
-from dcpc.codegen import ROWS_GROUP, Variant, bind_group, copies, take_part
+from dcpc.codegen import ROWS_GROUP, Variant, bind_group, fetched, take_part
 from dcpc.codegen.lower.output_pieces import OutputPiece, output_place
 from dcpc.compiled.lengths import TraceLengths
+from dcpc.compiled.memory.staying import StayingUnits
 from dcpc.compiled.seeds import Seeds
-from dcpc.compiled.staying import StayingUnits
 from dcpc.compiled.unpadding.sides import CallSetting
 from dcpc.compiled.unpadding.unpadding import Unpadding
 from dcpc.errors import DispatchError, meant
@@ -291,13 +291,13 @@ class Dispatch:
         """Begins a step, over which units of parameters that are away stay where there is room."""
         away = self._planned.request.held_away and self._planned.traces[0].traced.backend == "eager"
         if away and self._staying is None:
-            again = self._gathers_again
-            self._staying = StayingUnits(self._planned, self.store, self.setting_of, again)
-        copies.resident = None if self._staying is None else self._staying.over(rounds)
+            self._staying = StayingUnits(self._planned, self.setting_of, self._gathers_again)
+        if self._staying is not None:
+            fetched.resident = self._staying.over(rounds, self.store)
 
     def end_step(self) -> None:
         """Ends a step: nothing is gathered again, and no unit stays."""
-        self._gathering = copies.resident = None
+        self._gathering = fetched.resident = None
 
     def begin(self, together: Sequence[PlannedMicroBatch]) -> None:
         """Begins a round, in which all gather again the units that any of its micro-batches does.

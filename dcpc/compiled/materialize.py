@@ -30,7 +30,7 @@ from dcpc.plan.planning import PlanRequest
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import checksum
-from dcpc.runtime.parameters.away_state import Place
+from dcpc.runtime.parameters.away_state import AwayMemory
 from dcpc.runtime.parameters.hollow import hollow
 from dcpc.runtime.parameters.modes import kind_of, store_of
 from dcpc.runtime.parameters.store import ParameterStore
@@ -45,7 +45,7 @@ def on_meta(model: nn.Module) -> bool:
     return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 
-def place_of(request: PlanRequest) -> Place | None:
+def place_of(request: PlanRequest) -> AwayMemory | None:
     """Returns where a plan's parameters are beyond the device; None: on it."""
     return codegen.store_of(request.held_away) if request.held_away else None
 
@@ -56,7 +56,7 @@ def made_real(
     groups: Groups,
     init: Init,
     block: int = 0,
-    away: Place | None = None,
+    away: AwayMemory | None = None,
 ) -> ParameterStore:
     """Returns the store of a model whose tensors of the meta device it gives memory and values.
 

@@ -286,7 +286,7 @@ class Store:
         if not size_bytes:
             return torch.empty(tuple(shape), dtype=dtype)
         held = self.take(size_bytes)
-        memory = held.slot.memory()[:size_bytes].numpy().view(_Kept)
+        memory = held.slot.memory()[:size_bytes].numpy().view(_SlotBytes)
         memory.held = held
         self._addresses.add(memory.ctypes.data)
         weakref.finalize(memory, self._addresses.discard, memory.ctypes.data)
@@ -297,7 +297,7 @@ class Store:
         return tensor.untyped_storage().data_ptr() in self._addresses
 
 
-class _Kept(np.ndarray[Any, Any]):
+class _SlotBytes(np.ndarray[Any, Any]):
     """Bytes of a slot, which goes back with the last tensor of them."""
 
     held: HeldSlot

@@ -71,29 +71,36 @@ class Resident:
         unit = self._numbers.get(rows[0].data_ptr())
         if unit is None:
             return load()
-        found = self._held.pop(unit, None)
-        if found is None:
-            found = load()
-            copies.bytes += sum(t.nbytes for t in found)
+        found = self._held.pop(unit, None) or load()
         if self._stays[unit] and self._stays[unit].popleft():
             self._held[unit] = found
         return found
 
 
-class Copies:
+class FetchedUnits:
     """Units as they are copied to the device, of whatever runs in this process.
 
     Attributes:
         resident: units that stay over the current step; None: none do.
-        bytes: bytes copied in steps so far.
+        read_bytes: bytes of units that graphs have read.
+        copied_bytes: bytes of units that were copied for it.
     """
 
     resident: Resident | None = None
-    bytes: int = 0
+    read_bytes: int = 0
+    copied_bytes: int = 0
 
     def of(self, rows: Sequence[Tensor], load: Callable[[], list[Tensor]]) -> list[Tensor]:
         """Returns a unit's whole parameters."""
-        return load() if self.resident is None else self.resident.of(rows, load)
+
+        def copied() -> list[Tensor]:
+            found = load()
+            self.copied_bytes += sum(t.nbytes for t in found)
+            return found
+
+        found = copied() if self.resident is None else self.resident.of(rows, copied)
+        self.read_bytes += sum(t.nbytes for t in found)
+        return found
 
 
-copies = Copies()
+fetched = FetchedUnits()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpc.codegen.collectives.collectives import group_named, on_wire, wire_log
-from dcpc.codegen.collectives.resident import copies
+from dcpc.codegen.collectives.resident import fetched
 from dcpc.errors import GroupError
 from dcpc.fx.torch_api.collectives import all_gather_single
 from dcpc.ops.bundles import messages
@@ -82,14 +82,12 @@ def gather_rows(
         to: device of the whole ones, where the rows wait in the host's memory or on a disk.
     """
     if to is not None:
-        return copies.of(rows, lambda: _gathered_to(rows, ranks, group, to))
+        return fetched.of(rows, lambda: _gathered_to(rows, ranks, group, to))
     return _gathered(rows, ranks, group)
 
 
-def _gathered_to(
-    rows: Sequence[Tensor], ranks: int, group: str, to: torch.device
-) -> list[Tensor]:
-    """Returns what `gather_rows` does, of rows that come to a device first."""
+def _gathered_to(rows: Sequence[Tensor], ranks: int, group: str, to: torch.device) -> list[Tensor]:
+    """Returns whole parameters and a token, of rows that come to a device first."""
     own = [x.detach().to(to, non_blocking=True, copy=ranks == 1) for x in rows]
     return [*own, _token(own[0])] if ranks == 1 else _gathered(own, ranks, group)
 

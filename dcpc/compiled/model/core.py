@@ -12,8 +12,8 @@ from dcpc.compiled.agreed_state import AgreedState
 from dcpc.compiled.dispatch import Dispatch
 from dcpc.compiled.editions import Edition, Editions, Prepare
 from dcpc.compiled.materialize import on_meta, place_of
+from dcpc.compiled.memory.tighter import TighterPlans
 from dcpc.compiled.seeds import Seeds
-from dcpc.compiled.tighter import TighterPlans
 from dcpc.errors import DispatchError
 from dcpc.ir import BucketPlan
 from dcpc.plan.choose import TriedRow

@@ -77,8 +77,8 @@ class ModelOnGroup:
         if mode != "whole":
             raise DispatchError(
                 f"parameters='{mode}': got {what}; expected train_step: no rank keeps a whole "
-                "gradient, so it is summed while a step runs; call the model under "
-                "torch.no_grad() to evaluate, or compile it with parameters='whole'"
+                "gradient where graphs read the parameter, so it is summed while a step runs; call "
+                "the model under torch.no_grad() to evaluate, or compile it with parameters='whole'"
             )
 
     def call(

@@ -80,8 +80,11 @@ def _units_line(traced: Traced) -> str:
         return ""
     each = [sum(int(info[n].size_bytes) for n in unit) for unit in units.units]
     again_bytes = sum(each[k] for k in units.again)
+    of = f"{units.ranks} ranks have their rows of {bytes_text(sum(each))}, gathered as "
+    if units.ranks == 1:
+        of = f"{bytes_text(sum(each))}, fetched as "
     return (
-        f"parameters: {units.ranks} ranks have their rows of {bytes_text(sum(each))}, gathered as "
+        f"parameters: {of}"
         f"{len(each)} units of at most {bytes_text(max(each))}; {len(units.again)} of them, "
         f"{bytes_text(again_bytes)}, may be gathered again in backward, the others stay from "
         "forward on"

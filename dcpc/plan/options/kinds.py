@@ -20,12 +20,11 @@ from dcpc.plan.options.declared import CommandOption, declare, facts, quoted
 from dcpc.plan.options.values import (
     AUTOCAST,
     AWAY,
-    away_kinds,
-    parse_away,
     PARAMETERS,
     RECOMPUTE,
     VERIFY,
     autocast_of,
+    away_kinds,
     check_block,
     check_count,
     check_device,
@@ -40,6 +39,7 @@ from dcpc.plan.options.values import (
     memory_of,
     one_of,
     optimizer_bytes_of,
+    parse_away,
     parse_block,
     parse_degrees,
     parse_tile,
@@ -235,13 +235,9 @@ class ModelOptions:
     def _check_away(self) -> None:
         if self.block is not None:
             raise PlanError(
-                f"got block={self.block!r} with away={self.away!r}; expected none: ranks of several "
-                "blocks sum gradients by the device's links, and these lie elsewhere; leave it out"
-            )
-        if not (self.host or self.disk):
-            raise PlanError(
-                f"got away={self.away!r} without host= and disk=; expected one of them: it says "
-                "where parameters lie, and how many bytes they may take; pass host='64GB'"
+                f"got block={self.block!r} with away={self.away!r}; expected none: ranks of "
+                "several blocks sum gradients by the device's links, and these lie elsewhere; "
+                "leave it out"
             )
         if self.parameters not in ("whole", "rounds", "auto"):
             raise PlanError(

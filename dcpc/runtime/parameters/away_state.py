@@ -15,7 +15,7 @@ from dcpc.runtime.parameters.reduction import in_runs
 STATE_RUN_BYTES = 1_000_000  # of parameters whose states are made, and then moved, at once
 
 
-class Place(Protocol):
+class AwayMemory(Protocol):
     """Memory beyond the device's: the host's, or a file's."""
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -25,7 +25,7 @@ class Place(Protocol):
         """Whether a tensor lies here."""
 
 
-def step_new(optimizer: Optimizer, place: Place) -> list[tuple[nn.Parameter, Any]]:
+def step_new(optimizer: Optimizer, place: AwayMemory) -> list[tuple[nn.Parameter, Any]]:
     """Steps the parameters that have no state yet, some at a time, and moves their states.
 
     So of all states that an optimizer makes in its first step few are not at their place. Those of
@@ -60,7 +60,7 @@ def step_new(optimizer: Optimizer, place: Place) -> list[tuple[nn.Parameter, Any
     return [(p, given[p]) for p in new]
 
 
-def move_state(optimizer: Optimizer, place: Place, params: Sequence[nn.Parameter]) -> None:
+def move_state(optimizer: Optimizer, place: AwayMemory, params: Sequence[nn.Parameter]) -> None:
     """Moves the states of some parameters to the place of these, but for single numbers."""
     for p in params:
         state = optimizer.state.get(p, {})
@@ -69,7 +69,7 @@ def move_state(optimizer: Optimizer, place: Place, params: Sequence[nn.Parameter
                 state[name] = _moved(value, place)
 
 
-def _moved(value: Any, place: Place) -> Tensor:
+def _moved(value: Any, place: AwayMemory) -> Tensor:
     local = _local(value)
     lies = place.tensor(local.shape, local.dtype).copy_(local)
     if local is value:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer
 
 from dcpc.errors import DispatchError
 from dcpc.runtime.groups.groups import Groups
-from dcpc.runtime.parameters.away_state import Place, move_state, step_new
+from dcpc.runtime.parameters.away_state import AwayMemory, move_state, step_new
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES, Reduction, trained
 from dcpc.runtime.parameters.row_store import RowStore
 from dcpc.runtime.parameters.rows import SharedRows
@@ -47,7 +47,11 @@ class GatheredStore(RowStore):
     in_rounds = keeps_meta = True
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], groups: Groups, block: int = 0, away: Place | None = None
+        self,
+        parameters: Iterable[nn.Parameter],
+        groups: Groups,
+        block: int = 0,
+        away: AwayMemory | None = None,
     ) -> None:
         self.away = away
         self._stepped: list[tuple[nn.Parameter, Any]] = []
@@ -211,7 +215,7 @@ class RoundSum(Reduction):
         if gradient is None or not p.requires_grad:
             return
         if p.grad is not None:
-            p.grad.add_(gradient)
+            p.grad.add_(gradient.to(p.grad.device))
         elif self._store.away is not None:
             p.grad = self._store.memory(p.shape, p.dtype).copy_(gradient)
         else:

@@ -9,7 +9,7 @@ from torch import nn
 
 from dcpc.errors import DispatchError
 from dcpc.runtime.groups.groups import Groups
-from dcpc.runtime.parameters.away_state import Place
+from dcpc.runtime.parameters.away_state import AwayMemory
 from dcpc.runtime.parameters.gathered import GatheredStore
 from dcpc.runtime.parameters.row_store import RowStore
 from dcpc.runtime.parameters.rows import SharedRows
@@ -21,7 +21,7 @@ _SHARING: dict[str, type[RowStore]] = {s.mode: s for s in (RowStore, SharedStore
 _in_use: weakref.WeakSet[RowStore] = weakref.WeakSet()
 
 
-def kind_of(mode: str, groups: Groups, away: Place | None = None) -> type[ParameterStore]:
+def kind_of(mode: str, groups: Groups, away: AwayMemory | None = None) -> type[ParameterStore]:
     """Returns the kind of store of a mode; a rank alone holds all parameters unless away."""
     if groups.world == 1 and away is None:
         return WholeStore
@@ -33,7 +33,7 @@ def store_of(
     parameters: Iterable[nn.Parameter],
     groups: Groups,
     block: int = 0,
-    away: Place | None = None,
+    away: AwayMemory | None = None,
 ) -> ParameterStore:
     """Returns the store of a model's parameters in a mode; a rank alone holds all of them.
 

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 from dcpc.errors import DispatchError
 from dcpc.fx.torch_api.collectives import all_gather_single
 from dcpc.runtime.groups.groups import Groups
-from dcpc.runtime.parameters.away_state import Place
+from dcpc.runtime.parameters.away_state import AwayMemory
 from dcpc.runtime.parameters.hollow import give_memory, is_hollow
 from dcpc.runtime.parameters.reduction import (
     COMM_BUCKET_BYTES,
@@ -51,7 +51,7 @@ class RowStore(ParameterStore):
     """
 
     mode = "step"
-    away: Place | None = None
+    away: AwayMemory | None = None
 
     def __init__(self, parameters: Iterable[nn.Parameter], groups: Groups, block: int = 0) -> None:
         self.groups, self.block = groups, block or groups.world

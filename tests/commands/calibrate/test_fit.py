@@ -161,7 +161,8 @@ def test_launches_and_the_rest_are_scaled_apart():
             sample("pointwise", True, size * 100, size, LAUNCH_S + size * PER_BYTE)
             for _ in range(5)
         )
-        return Whole({"seq": int(size)}, samples, 5 * (LAUNCH_S * launch + size * PER_BYTE * rest), 0)
+        seconds = 5 * (LAUNCH_S * launch + size * PER_BYTE * rest)
+        return Whole({"seq": int(size)}, samples, seconds, 0)
 
     fits, points = fitted([run(size, 0.4, 1.2) for size in (1e4, 1e5, 1e6, 1e7)])
     (fit,) = fits.classes
