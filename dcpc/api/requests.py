@@ -46,6 +46,12 @@ def request_of(
     if mode == "rounds" or options.block is not None:
         assert not isinstance(options.block, str), "it is chosen"
         owners, sps = block_of(options.block, sps, world)
+    if away_kinds(options.away)[1:] == (False, True) and target.gpu and world > 1:
+        raise PlanError(
+            f"got away={options.away!r} for {world} ranks of {target.name}; expected 'parameters' "
+            "with it: a state whose rows are shared out lies where its parameters do; take "
+            "away=('activations', 'parameters')"
+        )
     if mode == "pull" and target.gpu:
         raise PlanError(
             f"got parameters='pull' for {target.name}; expected a CPU, whose ranks map the same "
@@ -53,10 +59,12 @@ def request_of(
         )
     whole = list(model.parameters())
     own = whole if mode == "whole" else shares(whole, owners)
-    activations, held_away = away_kinds(options.away)
+    activations, held_away, state_away = away_kinds(options.away)
     residents, held_bytes = _residents(model, own, optimizer, mode), 0
-    if held_away:
-        residents, held_bytes = _on_device(residents, len(own), len([*model.buffers()]))
+    if state_away:
+        stays = _on_device(model, own, mode, held_away)
+        held_bytes = sum(map(_in_pages, residents)) - sum(map(_in_pages, residents[stays]))
+        residents = residents[stays]
     rows_bytes = sum(p.nbytes for p in own if p.requires_grad)
     among = communicators(sps, world) if target.communicator_bytes else 0
     room_bytes = _room_bytes(options, away := away_of(options, target), held_bytes)
@@ -67,10 +75,8 @@ def request_of(
         resident_bytes=sum(rounded(size_bytes, target.block_bytes) for size_bytes in residents),
         world=world,
         residents=tuple(residents),
-        step_bytes=_step_away_bytes(own, optimizer, target)
-        if held_away
-        else max(
-            optimizer.step_bytes(own),
+        step_bytes=max(
+            _step_bytes(own, optimizer, target, held_away, state_away),
             # A comm bucket on its way to the other blocks lies beside the gradients.
             min(rows_bytes, COMM_BUCKET_BYTES) if owners < world else 0,
         ),
@@ -83,6 +89,7 @@ def request_of(
         away_bytes=0 if activations == "none" else room_bytes,
         all_leave=activations == "all",
         held_away=away.store if held_away and away is not None else "",
+        state_away=away.store if state_away and away is not None else "",
         held_away_bytes=held_bytes,
     )
 
@@ -103,10 +110,15 @@ def away_of(options: PlanOptions, target: Device) -> Away | None:
     return Away(text_of(shares[0], folder, shares[1]), *shares, rate)
 
 
-def _on_device(residents: list[int], parameters: int, buffers: int) -> tuple[list[int], int]:
-    """Returns the bytes of buffers, which stay, and those of all else in the pages of a store."""
-    staying = residents[parameters : parameters + buffers]
-    return staying, sum(map(_in_pages, residents)) - sum(map(_in_pages, staying))
+def _on_device(model: nn.Module, own: Sequence[nn.Parameter], mode: str, held_away: bool) -> slice:
+    """Returns which of `_residents` are on the device where states are away: those before these."""
+    held = len(own) if mode in ("pull", "rounds") else len([*model.parameters()])
+    buffers = len([*model.buffers()])
+    if held_away:
+        return slice(held, held + buffers)
+    trained = len([p for p in model.parameters() if p.requires_grad])
+    sums = {"pull": trained, "step": 2}.get(mode, 0)
+    return slice(held + buffers + trained + sums)
 
 
 def _room_bytes(options: PlanOptions, away: Away | None, held_bytes: int) -> int:
@@ -130,18 +142,24 @@ def _in_pages(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _step_away_bytes(
-    own: Sequence[nn.Parameter], optimizer: OptimizerMemory, target: Device
+def _step_bytes(
+    own: Sequence[nn.Parameter],
+    optimizer: OptimizerMemory,
+    target: Device,
+    held_away: bool,
+    state_away: bool,
 ) -> int:
-    """Returns the bytes beside the host's store that steps on a CPU take: of one run of parameters.
+    """Returns the bytes that an optimizer's step takes; with a state that is away those of a run.
 
-    A GPU has none of them: where its parameters are, the CPU steps.
+    A GPU whose parameters are away takes none: where they are, the CPU steps.
     """
-    if target.gpu:
+    if target.gpu and held_away:
         return 0
+    if not state_away:
+        return optimizer.step_bytes(own)
     sizes = [p.nbytes for p in own if p.requires_grad]
     run_bytes = max(max(sizes, default=0), min(sum(sizes), STATE_RUN_BYTES))
-    return optimizer.step_bytes(own) + 2 * run_bytes
+    return min(optimizer.step_bytes(own), 4 * run_bytes) + 2 * run_bytes
 
 
 def communicators(sps: Sequence[int], world: int) -> int:

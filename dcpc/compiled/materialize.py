@@ -26,14 +26,12 @@ from torch import Tensor, nn
 from dcpc import codegen
 from dcpc.errors import DcpcError, DispatchError
 from dcpc.fx.writes import WriteLog
-from dcpc.plan.planning import PlanRequest
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import checksum
-from dcpc.runtime.parameters.away_state import AwayMemory
 from dcpc.runtime.parameters.hollow import hollow
 from dcpc.runtime.parameters.modes import kind_of, store_of
-from dcpc.runtime.parameters.store import ParameterStore
+from dcpc.runtime.parameters.store import AwayMemory, ParameterStore
 from dcpc.trace.capture.module_state import holding, put_in_place
 
 _CPU = torch.device("cpu")
@@ -45,9 +43,9 @@ def on_meta(model: nn.Module) -> bool:
     return any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 
 
-def place_of(request: PlanRequest) -> AwayMemory | None:
-    """Returns where a plan's parameters are beyond the device; None: on it."""
-    return codegen.store_of(request.held_away) if request.held_away else None
+def memory_of(store: str) -> AwayMemory | None:
+    """Returns the memory beyond the device's of this name; None of none."""
+    return codegen.store_of(store) if store else None
 
 
 def made_real(

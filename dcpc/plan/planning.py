@@ -75,6 +75,7 @@ class PlanRequest:
         all_leave: whether all leave that can and find room, whether that pays or not.
         held_away: name of the store where parameters, their gradients and the optimizer's state
             are; "": on the device.
+        state_away: name of the store where the optimizer's state is; "": on the device.
         held_away_bytes: bytes that they take there.
     """
 
@@ -94,6 +95,7 @@ class PlanRequest:
     away_bytes: int = 0
     all_leave: bool = False
     held_away: str = ""
+    state_away: str = ""
     held_away_bytes: int = 0
 
 
@@ -218,9 +220,10 @@ class Planned:
             f"a rank keeps {bytes_text(self.request.resident_bytes)} besides each peak: "
             f"parameters ({mode}), buffers, their gradients, the optimizer's state"
         )
-        if self.request.held_away:
+        if self.request.state_away:
             away = bytes_text(self.request.held_away_bytes)
-            text += f"; all but the buffers are away, in host= and disk=: {away} of this rank"
+            held = "all but the buffers are" if self.request.held_away else "that state is"
+            text += f"; {held} away, in host= and disk=: {away} of this rank"
         text += "\n"
         if self.request.communicators:
             each_bytes = self.device.communicator_bytes

@@ -97,6 +97,18 @@ def test_bits_are_those_of_whole_parameters(make, how, place):
     assert all(p.is_meta for p in model.model.parameters())
 
 
+def test_a_state_alone_lies_away():
+    _, _, expected = trained(ADAMW)
+    model, optimizer, got = trained(ADAMW, host="64MB", away="optimizer")
+    assert all(map(torch.equal, expected, got))
+    lies = store_of(model.planned.request.state_away).has
+    state = [t for p in model.parameters() for t in optimizer.state[p].values() if t.dim()]
+    assert state
+    assert all(map(lies, state))
+    assert not any(map(lies, model.parameters()))
+    assert model.planned.request.resident_bytes == 2 * sum(p.nbytes for p in model.parameters())
+
+
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_peak_is_the_predicted_one(monkeypatch, recompute):
     monkeypatch.setattr(Dispatch, "begin_step", lambda *_: None)  # none stays
@@ -162,6 +174,7 @@ def test_parameters_leave_where_nothing_else_fits():
     ("options", "said"),
     [
         ({"away": "parameters"}, "may fill 0 B.*raise host="),
+        ({"away": "optimizer", "host": "1GB", "device": "h200", "world": 2}, "lies where its"),
         ({"away": ("parameters", "none"), "host": "1GB"}, "got away="),
         ({**HOST, "parameters": "step"}, "none gathers"),
         ({**HOST, "host": "10kB"}, "raise host= or disk="),
@@ -169,8 +182,9 @@ def test_parameters_leave_where_nothing_else_fits():
     ],
 )
 def test_what_cannot_be_is_refused_by_name(options, said):
+    spec = dcpc.Buckets(INPUTS, [{"seq": 4}])
     with pytest.raises(PlanError, match=said):
-        compiled(**options)
+        plan(gpt(), spec, **options)
 
 
 def test_a_full_disk_is_an_error_by_name(monkeypatch):

@@ -11,7 +11,7 @@ from dcpc.buckets import Bucket, Buckets
 from dcpc.compiled.agreed_state import AgreedState
 from dcpc.compiled.dispatch import Dispatch
 from dcpc.compiled.editions import Edition, Editions, Prepare
-from dcpc.compiled.materialize import on_meta, place_of
+from dcpc.compiled.materialize import memory_of, on_meta
 from dcpc.compiled.memory.tighter import TighterPlans
 from dcpc.compiled.seeds import Seeds
 from dcpc.errors import DispatchError
@@ -21,6 +21,7 @@ from dcpc.plan.planning import Planned
 from dcpc.runtime.averages import RunningAverages
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
+from dcpc.runtime.parameters.away_state import AwayState
 from dcpc.runtime.parameters.modes import shared_out, store_of
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES
 from dcpc.runtime.parameters.store import ParameterStore, WholeStore
@@ -44,6 +45,7 @@ class ModelCore:
         tables: settings of each bucket that plans choose from.
         unmade: whether the model is on the meta device, until `dcpc.materialize`.
         store: store of the parameters; empty while the model is unmade.
+        state: keeper of the optimizer's state beyond the device; None: it is on it.
         averages: running statistics of batch norms that train.
         comm_bucket_bytes: bytes of gradients that are sent at once.
         calls: number of calls by hand, by which ranks that meet know which one they are in.
@@ -73,8 +75,12 @@ class ModelCore:
         self.store: ParameterStore = WholeStore((), groups)
         if not self.unmade:
             asked = planned.request
-            mode, place = asked.parameters, place_of(asked)
-            self.store = store_of(mode, model.parameters(), groups, asked.block, place)
+            self.hold(
+                store_of(
+                    asked.parameters, model.parameters(), groups, asked.block,
+                    memory_of(asked.held_away),
+                )
+            )  # fmt: skip
             self.store.install(model)
         self.seeds = Seeds(base_seed, groups)
         self.tighter = TighterPlans(planned, self.plans, tables, groups)
@@ -90,6 +96,11 @@ class ModelCore:
         first = Edition.of(model, buckets, planned, verifier, self.dispatch)
         self.editions = Editions(model, first, prepare, make, groups.device.type)
         self.agreed = AgreedState(model, planned, groups)
+
+    def hold(self, store: ParameterStore) -> None:
+        """Takes the store of parameters, and keeps their optimizers' state where it is planned."""
+        self.store, memory = store, memory_of(self.planned.request.state_away)
+        self.state = None if memory is None else AwayState(store, memory)
 
     def refuse_unmade(self, what: str) -> None:
         """Refuses a use of parameters, by its name, before they have memory."""

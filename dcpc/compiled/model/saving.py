@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from dcpc.buckets import path_of
-from dcpc.compiled.materialize import Init, made_real, place_of
+from dcpc.compiled.materialize import Init, made_real, memory_of
 from dcpc.compiled.model.core import ModelCore
 from dcpc.errors import CheckpointError, DispatchError, checking_call
 from dcpc.runtime.checkpoint.checkpoints import Checkpoints
@@ -46,8 +46,9 @@ class ModelSaving:
             raise problem
         with core.groups.watch.section("materialize"):
             asked = core.planned.request
-            core.store = made_real(
-                core.model, asked.parameters, core.groups, init, asked.block, place_of(asked)
+            memory = memory_of(asked.held_away)
+            core.hold(
+                made_real(core.model, asked.parameters, core.groups, init, asked.block, memory)
             )
             core.unmade, core.dispatch.store = False, core.store
             core.dispatch.bind_blocks()

@@ -115,8 +115,9 @@ class ModelOptions:
         "auto",
         'what leaves the device, for `host` or `disk`: `"auto"` (saved values of a bucket that '
         'would recompute or not fit, where that pays), `"none"`, `"all"` (all saved values), or '
-        'some of `"activations"` (as `"auto"`) and `"parameters"` (they, their gradients and the '
-        "optimizer's state lie there, and graphs fetch them one block after the other)",
+        'some of `"activations"` (as `"auto"`), `"optimizer"` (its state lies there) and '
+        '`"parameters"` (they, their gradients and that state lie there, and graphs fetch them one '
+        "block after the other)",
         check=away_kinds,
         command=CommandOption(str, parse_away, choices=AWAY),
     )

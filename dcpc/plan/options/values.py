@@ -26,7 +26,7 @@ from dcpc.trace.wrappers import refuse_wrapped
 
 # "pyramid" is VideoSys' name for what "auto" does: short samples recompute little, long ones more.
 RECOMPUTE = ("auto", "pyramid", "none", "all")
-AWAY = ("auto", "none", "all", "activations", "parameters")
+AWAY = ("auto", "none", "all", "activations", "optimizer", "parameters")
 DISK_BYTES_PER_S = 2e9  # assumed: an NVMe disk that others use, too
 VERIFY = ("auto", "full", "off")
 PARAMETERS = ("whole", "step", "pull", "rounds", "auto")
@@ -158,12 +158,14 @@ def host_of(host: int | float | str | None) -> int:
     return int(found)
 
 
-def away_kinds(away: str | Sequence[str]) -> tuple[str, bool]:
-    """Returns how activations leave ("auto", "none" or "all"), and whether parameters are away.
+def away_kinds(away: str | Sequence[str]) -> tuple[str, bool, bool]:
+    """Returns how activations leave ("auto", "none" or "all"), and whether the others are away.
+
+    These are parameters, and the optimizer's state (with parameters in any case).
 
     Args:
-        away: one of `AWAY`, or several of "activations" and "parameters": a sequence, or a text
-            with commas.
+        away: one of `AWAY`, or several of "activations", "optimizer" and "parameters": a sequence,
+            or a text with commas.
 
     Raises:
         PlanError: it is something else.
@@ -174,11 +176,13 @@ def away_kinds(away: str | Sequence[str]) -> tuple[str, bool]:
     if not kinds or not (kinds <= set(AWAY[3:]) or (len(kinds) == 1 and kinds <= set(AWAY))):
         raise PlanError(
             f"got away={reprlib.repr(away)}; expected 'auto', 'none', 'all', or which of "
-            "'activations' and 'parameters' may leave, as ('activations', 'parameters'); correct it"
+            "'activations', 'optimizer' and 'parameters' leave, as ('activations', 'optimizer'); "
+            "correct it"
         )
     if kinds <= set(AWAY[:3]):
-        return kinds.pop(), False
-    return "auto" if "activations" in kinds else "none", "parameters" in kinds
+        return kinds.pop(), False, False
+    held = "parameters" in kinds
+    return "auto" if "activations" in kinds else "none", held, held or "optimizer" in kinds
 
 
 def parse_away(text: str) -> str:

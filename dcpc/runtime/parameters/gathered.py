@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,10 @@ from torch.optim.optimizer import Optimizer
 
 from dcpc.errors import DispatchError
 from dcpc.runtime.groups.groups import Groups
-from dcpc.runtime.parameters.away_state import AwayMemory, move_state, step_new
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES, Reduction, trained
 from dcpc.runtime.parameters.row_store import RowStore
 from dcpc.runtime.parameters.rows import SharedRows
+from dcpc.runtime.parameters.store import AwayMemory
 
 
 class GatheredStore(RowStore):
@@ -54,7 +54,6 @@ class GatheredStore(RowStore):
         away: AwayMemory | None = None,
     ) -> None:
         self.away = away
-        self._stepped: list[tuple[nn.Parameter, Any]] = []
         super().__init__(parameters, groups, block)
 
     def _allocate(self) -> None:
@@ -168,19 +167,8 @@ class GatheredStore(RowStore):
         self.refuse_own(optimizer, [*self.whole, *before])
         return super().of_optimizer(optimizer)
 
-    def updating(self, optimizer: Optimizer, alone: bool) -> None:
-        """Has the optimizer make its state where the rows are, if they are away."""
-        if self.away is not None and alone:
-            self._stepped = step_new(optimizer, self.away)
-
-    def updated(self, params: list[nn.Parameter], optimizer: Optimizer | None = None) -> None:
-        """Gives gradients back: rows are gathered when they are read."""
-        for p, gradient in self._stepped:
-            p.grad = gradient
-        self._stepped = []
-        if self.away is not None and optimizer is not None:
-            every = [p for group in optimizer.param_groups for p in group["params"]]
-            move_state(optimizer, self.away, every)
+    def updated(self, params: list[nn.Parameter]) -> None:
+        """Does nothing: rows are gathered when they are read."""
 
     def _loading(self, own: nn.Parameter, value: Tensor) -> Tensor:
         """Writes this rank's rows of a whole value; returns a parameter without memory."""

@@ -9,12 +9,11 @@ from torch import nn
 
 from dcpc.errors import DispatchError
 from dcpc.runtime.groups.groups import Groups
-from dcpc.runtime.parameters.away_state import AwayMemory
 from dcpc.runtime.parameters.gathered import GatheredStore
 from dcpc.runtime.parameters.row_store import RowStore
 from dcpc.runtime.parameters.rows import SharedRows
 from dcpc.runtime.parameters.shared import SharedStore
-from dcpc.runtime.parameters.store import ParameterStore, WholeStore
+from dcpc.runtime.parameters.store import AwayMemory, ParameterStore, WholeStore
 
 _SHARING: dict[str, type[RowStore]] = {s.mode: s for s in (RowStore, SharedStore, GatheredStore)}
 # Those that are in use: a model that is compiled twice has one.

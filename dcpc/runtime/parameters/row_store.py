@@ -20,7 +20,6 @@ from torch.optim.optimizer import (
 from dcpc.errors import DispatchError
 from dcpc.fx.torch_api.collectives import all_gather_single
 from dcpc.runtime.groups.groups import Groups
-from dcpc.runtime.parameters.away_state import AwayMemory
 from dcpc.runtime.parameters.hollow import give_memory, is_hollow
 from dcpc.runtime.parameters.reduction import (
     COMM_BUCKET_BYTES,
@@ -31,7 +30,7 @@ from dcpc.runtime.parameters.reduction import (
     trained,
 )
 from dcpc.runtime.parameters.rows import RowLayout, SharedRows
-from dcpc.runtime.parameters.store import ParameterStore
+from dcpc.runtime.parameters.store import AwayMemory, ParameterStore
 
 
 class RowStore(ParameterStore):
@@ -177,20 +176,14 @@ class RowStore(ParameterStore):
         for p in self.whole:
             p.grad = None
 
-    def updating(self, optimizer: Optimizer, alone: bool) -> None:
-        """Runs before an optimizer writes; collective over all ranks.
+    def updating(self) -> None:
+        """Runs before an optimizer writes; collective over all ranks."""
 
-        Args:
-            optimizer: optimizer that has rows of the store.
-            alone: whether its step gets no closure.
-        """
-
-    def updated(self, params: list[nn.Parameter], optimizer: Optimizer | None = None) -> None:
+    def updated(self, params: list[nn.Parameter]) -> None:
         """Gathers the rows of parameters that each rank has written; collective over all ranks.
 
         Args:
             params: whole parameters, the same on every rank.
-            optimizer: optimizer that wrote them; None: none did.
         """
         pg = self.groups.of(self.groups.world)
         with torch.no_grad():
@@ -323,14 +316,14 @@ def _watch(store: RowStore) -> None:
         found = ref()
         if found is not None and found.of_optimizer(optimizer):
             with found.groups.watch.naming():
-                found.updating(optimizer, len(args) < 2 and not kwargs)
+                found.updating()
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found = ref()
         params = [] if found is None else found.of_optimizer(optimizer)
         if found is not None and params:
             with found.groups.watch.naming():
-                found.updated(params, optimizer)
+                found.updated(params)
 
     for handle in (
         register_optimizer_step_pre_hook(before),

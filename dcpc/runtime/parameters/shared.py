@@ -19,7 +19,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer
 
 from dcpc.errors import DispatchError, GroupError
 from dcpc.fx.garbage import outside_of_modes
@@ -205,11 +204,11 @@ class SharedStore(RowStore):
             agree(self.groups, self.groups.world, "an unfinished sum of gradients", "is zero")
             self._unfinished = False
 
-    def updating(self, optimizer: Optimizer, alone: bool) -> None:
+    def updating(self) -> None:
         """Waits until no rank reads parameters any more; collective over all ranks."""
         agree(self.groups, self.groups.world, "optimizer step", "begins")
 
-    def updated(self, params: list[nn.Parameter], optimizer: Optimizer | None = None) -> None:
+    def updated(self, params: list[nn.Parameter]) -> None:
         """Waits until every rank has written its rows; collective over all ranks."""
         agree(self.groups, self.groups.world, "optimizer step", f"ends, {len(params)} parameters")
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,16 @@ from dcpc.errors import DispatchError
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.hollow import give_memory
 from dcpc.runtime.parameters.reduction import COMM_BUCKET_BYTES, Reduction, trained
+
+
+class AwayMemory(Protocol):
+    """Memory beyond the device's: the host's, or a file's."""
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns a tensor of any content that lies here."""
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies here."""
 
 
 class ParameterStore(ABC):

@@ -16,7 +16,7 @@ _REFUSED = {
     ),
     "away": (
         ("none", "all", "activations"),
-        "a rank has the parameters of its stage, whole, on its device; take one of these",
+        "a rank has its stage's parameters, and their state, on its device; take one of these",
     ),
     "block": ((), "a rank has the parameters of its stage, whole; leave block= out"),
     "batch_norm": (
