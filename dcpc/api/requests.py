@@ -46,17 +46,7 @@ def request_of(
     if mode == "rounds" or options.block is not None:
         assert not isinstance(options.block, str), "it is chosen"
         owners, sps = block_of(options.block, sps, world)
-    if away_kinds(options.away)[1:] == (False, True) and target.gpu and world > 1:
-        raise PlanError(
-            f"got away={options.away!r} for {world} ranks of {target.name}; expected 'parameters' "
-            "with it: a state whose rows are shared out lies where its parameters do; take "
-            "away=('activations', 'parameters')"
-        )
-    if mode == "pull" and target.gpu:
-        raise PlanError(
-            f"got parameters='pull' for {target.name}; expected a CPU, whose ranks map the same "
-            "memory; take 'step'"
-        )
+    _refuse_on_gpu(options, mode, target)
     whole = list(model.parameters())
     own = whole if mode == "whole" else shares(whole, owners)
     activations, held_away, state_away = away_kinds(options.away)
@@ -92,6 +82,23 @@ def request_of(
         state_away=away.store if state_away and away is not None else "",
         held_away_bytes=held_bytes,
     )
+
+
+def _refuse_on_gpu(options: PlanOptions, mode: str, target: Device) -> None:
+    """Refuses ways to hold parameters and states that are a CPU's alone."""
+    if not target.gpu:
+        return
+    if away_kinds(options.away)[1:] == (False, True) and options.world > 1:
+        raise PlanError(
+            f"got away={options.away!r} for {options.world} ranks of {target.name}; expected "
+            "'parameters' with it: a state whose rows are shared out lies where its parameters do; "
+            "take away=('activations', 'parameters')"
+        )
+    if mode == "pull":
+        raise PlanError(
+            f"got parameters='pull' for {target.name}; expected a CPU, whose ranks map the same "
+            "memory; take 'step'"
+        )
 
 
 def mode_of(options: PlanOptions) -> str:
