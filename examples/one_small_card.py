@@ -43,7 +43,7 @@ FULL = LargeModel(
     tokens_per_step=768, steps=4, tolerance=1e-4,
 )  # fmt: skip
 CHECK = replace(
-    FULL, model=GPTConfig(dim=128, n_layers=24, n_heads=4), memory_bytes=9_600_000,
+    FULL, model=GPTConfig(dim=128, n_layers=12, n_heads=4), memory_bytes=9_600_000,
     dtype=torch.float64, lengths=(32, 128), tokens_per_step=256, steps=4, tolerance=1e-9,
 )  # fmt: skip
 
@@ -84,8 +84,10 @@ def at_most(more_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
-def train(setting: LargeModel, data: StdlibSource, host_bytes: int = HOST_BYTES) -> SmallCard:
-    """Trains with parameters in the host's memory, under the cap."""
+def train(
+    setting: LargeModel, data: StdlibSource, host_bytes: int = HOST_BYTES, free: int = FREE
+) -> SmallCard:
+    """Trains with parameters in the host's memory, after some free steps under the cap."""
     compiled = dcpc.compile(
         setting.on_meta(), setting.buckets, host=host_bytes, away="parameters", verify="off",
         **setting.options("rounds"),
@@ -108,7 +110,7 @@ def train(setting: LargeModel, data: StdlibSource, host_bytes: int = HOST_BYTES)
 
     copied, read = fetched.copied_bytes, fetched.read_bytes
     for number, step in enumerate(islice(loader, setting.steps)):
-        capped = at_most(setting.memory_bytes + BESIDE_BYTES) if number >= FREE else nullcontext()
+        capped = at_most(setting.memory_bytes + BESIDE_BYTES) if number >= free else nullcontext()
         with capped:
             measured = max(measured, measured_peak_bytes(functools.partial(one, step)))
         samples.append(tuple(i for mb in step.plan.micro_batches for i in mb.sample_ids))

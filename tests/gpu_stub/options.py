@@ -87,7 +87,7 @@ def _compiled(model: nn.Module, names: Mapping[str, str], **more: Any) -> dcpc.C
 
 
 def _stepped(
-    compiled: dcpc.CompiledModel, names: Mapping[str, str], **more: Any
+    compiled: dcpc.CompiledModel, names: Mapping[str, str], device: str = "cuda", **more: Any
 ) -> tuple[torch.optim.Optimizer, dcpc.DataLoader]:
     """Trains two steps; every gradient lies where its parameter does."""
     optimizer = torch.optim.AdamW(compiled.parameters())
@@ -98,7 +98,7 @@ def _stepped(
     for step, _ in zip(loader, range(2), strict=False):
         compiled.train_step(step, clip=1.0)
         for name, p in compiled.named_parameters():
-            assert p.device.type == "cuda", name
+            assert p.device.type == device, name
             facts = [(x.device, x.dtype, x.shape) for x in (p, p.grad) if x is not None]
             assert facts[0] == facts[-1], name
         optimizer.step()
@@ -177,6 +177,18 @@ ALONE: dict[str, Callable[[], None]] = {
     ),
     "packing, windows": partial(_train, _WINDOWED, POSITIONS, loader={"packing": True}),
     "unpad": partial(_train, _bert, MASKED, unpad=True),
+    "saved values away": partial(_train, _gpt, host="1GB", away="all"),
+    "saved values away, on a disk, Inductor": partial(
+        _train, _gpt, disk="/tmp:1GB", away="all", backend="inductor"
+    ),
+    "a state away": partial(_train, _gpt, host="1GB", away="optimizer"),
+    "parameters away": partial(
+        _train, _gpt, host="1GB", away="parameters", loader={"device": "cpu"}
+    ),
+    "parameters away, Inductor": partial(
+        _train, _gpt, disk="/tmp:1GB", away="activations,parameters", backend="inductor",
+        recompute="all", loader={"device": "cpu"},
+    ),
     "outputs": _outputs,
     "checkpoint": _checkpoint,
     "materialize": _materialized,
@@ -189,6 +201,10 @@ TOGETHER: dict[str, Callable[[], None]] = {
     "sp 2, own lengths": partial(_train, _gpt, loader={"pad_to": "longest"}, sp=2),
     "any degree": partial(_train, _gpt),
     "parameters by step": partial(_train, _gpt, parameters="step"),
+    "rounds": partial(_train, _gpt, parameters="rounds"),
+    "parameters away": partial(
+        _train, _gpt, host="1GB", away="parameters", loader={"device": "cpu"}
+    ),
     "pipeline": partial(_train, _gpt, pipeline=2),
 }
 
