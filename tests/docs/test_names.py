@@ -117,3 +117,12 @@ at the tag `1`: `benchmarks/gone.py`
 def test_what_is_gone_is_found():
     assert len(missing(WRONG)) == 8
     assert missing(RIGHT) == []
+
+
+def test_refusals_are_at_most_15_lines_each_with_the_way_out():
+    text = (ROOT / "docs" / "limits.md").read_text()
+    section = text.partition("## Refused, with the way out\n")[2].partition("\n## ")[0]
+    listed = [line for line in section.splitlines() if line.startswith("* ")]
+    assert 0 < len(listed) <= 15
+    assert [line for line in listed if ": " not in line] == []
+    assert not re.search(r"^  ", section, re.M), "an entry of two lines"
