@@ -28,6 +28,7 @@ JOINED: dict[str, int] = {
     "a packed step's plan goes on getting better: its groups changed one by one (evolve)": 281,
     "fast paths on values: the side that is right for all, by the plain model": 300,
     "rows that a mask chose, without sizes that depend on values; masked_scatter is split": 440,
+    "integers that forward makes of numbers alone have values in a trace": 102,
     "errors show the user's own lines, dims by name, and the value that was meant": 65,
 }
 # Benchmark of a capability that joined -> its lines in benchmarks/.

@@ -49,6 +49,7 @@ from dcpc.fx.torch_api.tracing import L1_CODE, drops_weights
 from dcpc.ops.positions import linspace
 from dcpc.trace.formulas.chosen_rows import CHOSEN, mask_of, note_made
 from dcpc.trace.formulas.ctc_losses import CTC
+from dcpc.trace.formulas.known_values import NUMBERS, known
 from dcpc.trace.formulas.lookups import LOOKUPS
 from dcpc.trace.formulas.made_of_sizes import FORMULAS
 from dcpc.trace.formulas.row_calls import call_of_rows
@@ -367,9 +368,6 @@ _INSTEAD: Mapping[Any, Callable[..., Any]] = {
 }
 
 
-_NUMBERS = {Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__, Tensor.__index__}
-
-
 class Capturable(TorchFunctionMode):
     """Calls these formulas in place of torch's functions while a model is captured.
 
@@ -409,6 +407,8 @@ class Capturable(TorchFunctionMode):
         return found
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if (found := known(func, args, kwargs)) is not NotImplemented:
+            return found
         mask = mask_of((args, kwargs))
         if func in CHOSEN or (mask is not None and func in CTC):
             found = {**CHOSEN, **CTC}[func](*args, **kwargs)
@@ -422,7 +422,7 @@ class Capturable(TorchFunctionMode):
                 return found
         if asks(func, args) and (answer := self._answer(args)) is not None:
             return answer
-        if func in _NUMBERS:
+        if func in NUMBERS:
             self.numbers.append(running_line())
         return func(*args, **kwargs)
 

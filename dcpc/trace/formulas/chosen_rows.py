@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dcpc.errors import TraceError, running_line
 
@@ -35,13 +36,35 @@ def refused(got: str, advice: str) -> TraceError:
 
 
 def note_made(value: Any, func: Any, args: Any, kwargs: Any) -> None:
-    """Notes of which call a tensor of bools or integers is the result."""
+    """Notes of which call a tensor of bools or integers is the result, or one of several."""
+    for i, each in enumerate(value if isinstance(value, list | tuple) else ()):
+        note_made(each, _part(func, i), args, kwargs)
     if isinstance(value, Tensor) and not value.is_floating_point():
-        given = tree_leaves((args, kwargs))
+        given, tree = tree_flatten((args, kwargs))
         if any(value is x for x in given):
             return  # written in place, or returned as it is
         versions = [x._version for x in given if isinstance(x, Tensor)]
-        setattr(value, _MADE, (value._version, func, given, versions))
+        setattr(value, _MADE, (value._version, func, given, versions, tree))
+
+
+@cache
+def _part(func: Any, index: int) -> Callable[..., Any]:
+    """Returns the function of one of a call's results."""
+
+    @wraps(func)
+    def part(*args: Any, **kwargs: Any) -> Any:
+        return func(*args, **kwargs)[index]
+
+    return part
+
+
+def made_by(x: Tensor) -> tuple[Any, Any, Any] | None:
+    """Returns the call that made bools or integers, None where any of them was written since."""
+    version, func, given, versions, tree = getattr(x, _MADE, (-1, None, (), [], None))
+    now = [each._version for each in given if isinstance(each, Tensor)]
+    if version != x._version or now != versions:
+        return None
+    return func, *tree_unflatten(given, tree)
 
 
 def alike(a: Any, b: Any) -> bool:
@@ -51,7 +74,7 @@ def alike(a: Any, b: Any) -> bool:
     made = [getattr(x, _MADE) for x in (a, b) if hasattr(x, _MADE)]
     if [m[0] for m in made] != [a._version, b._version]:
         return False
-    (_, func, given, versions), (_, other, others, theirs) = made
+    (_, func, given, versions, _), (_, other, others, theirs, _) = made
     same = func is other and versions == theirs and len(given) == len(others)
     now = [x._version for x in given if isinstance(x, Tensor)]
     return same and now == versions and all(map(alike, given, others))
