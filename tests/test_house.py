@@ -29,6 +29,7 @@ JOINED: dict[str, int] = {
     "fast paths on values: the side that is right for all, by the plain model": 300,
     "rows that a mask chose, without sizes that depend on values; masked_scatter is split": 440,
     "integers that forward makes of numbers alone have values in a trace": 102,
+    "placements whose tables grow too large: a variable is held at each of its labels": 53,
     "errors show the user's own lines, dims by name, and the value that was meant": 65,
 }
 # Benchmark of a capability that joined -> its lines in benchmarks/.

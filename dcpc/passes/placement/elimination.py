@@ -52,6 +52,22 @@ LARGEST_TABLE_ENTRIES = 50_000_000
 HUB = 12  # neighbours from which on a variable is not looked at before all others are gone
 
 
+class ForbiddenError(PlanError):
+    """No labels have a finite cost."""
+
+
+class WideError(PlanError):
+    """A table would exceed the limit; with one variable held at a label it is smaller.
+
+    Attributes:
+        variable: handle of the variable of it that has most neighbours.
+        labels: labels of the variable, one of which is in a best solution.
+    """
+
+    variable: int
+    labels: Sequence[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Solution:
     """The labels of least total cost.
@@ -152,7 +168,8 @@ class CostNetwork:
         good labels of a variable, given those fixed before it, the lowest is taken.
 
         Raises:
-            PlanError: no labels have a finite cost, or a table would exceed the limit.
+            WideError: a table would exceed the limit.
+            ForbiddenError: no labels have a finite cost.
         """
         (solution,) = self.minimise_cases()
         return solution
@@ -161,7 +178,8 @@ class CostNetwork:
         """Return the labels of least total cost of each case.
 
         Raises:
-            PlanError: one case has no labels of finite cost, or a table would exceed the limit.
+            WideError: a table would exceed the limit.
+            ForbiddenError: one case has no labels of finite cost.
         """
         self._check_values()
         limit = self._largest_table_entries // (self._cases or 1)
@@ -194,9 +212,9 @@ def _as_case(table: Costs) -> Costs:
     return table[..., None]
 
 
-def _infeasible(names: Sequence[str], scope: Scope) -> PlanError:
+def _infeasible(names: Sequence[str], scope: Scope) -> ForbiddenError:
     shown = ", ".join(names[v] for v in scope)
-    return PlanError(
+    return ForbiddenError(
         f"no labels have a finite cost: every combination of the labels of ({shown}) is forbidden"
         " (inf); give one of them a label that is allowed next to all labels of its neighbours"
     )
@@ -430,14 +448,21 @@ class _Elimination:
             table = self.shared(take, self._edge(u, v), kept)
             self.near[u][v], self.near[v][u] = table, self.shared(flipped, table)
 
-    def _too_wide(self, v: int, scope: Scope, entries: int) -> PlanError:
+    def _too_wide(self, v: int, scope: Scope, entries: int) -> WideError:
         shown = ", ".join(self.names[u] for u in scope)
-        return PlanError(
+        most = max(scope, key=lambda u: len(self.near[u]))
+        steps = [s for s in self.steps if isinstance(s, _Restriction) and s.variable == most]
+        labels = np.arange(len(self.unary[most]))
+        for step in reversed(steps):
+            labels = step.kept[labels]
+        error = WideError(
             f"the splits of {self.names[v]} and of the {len(scope)} values that it shares readers "
             f"with ({shown}) have to be chosen together: got {entries:.3g} combinations; expected "
             f"at most {self.limit:.3g}; compile with sp=1, which splits nothing, and report this "
             "with the model: it is a limit of dcpc's placement"
         )
+        error.variable, error.labels = most, labels.tolist()
+        return error
 
 
 def _neighbours(step: _Removal) -> Scope:

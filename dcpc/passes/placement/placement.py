@@ -19,6 +19,7 @@ up: no overlap of collectives with compute, no fusion of ops.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, pairwise, repeat
@@ -30,7 +31,7 @@ from dcpc.errors import PlanError
 from dcpc.fx.garbage import without_collection
 from dcpc.ir import OUTSIDE, Fold, NodePlacement, Placement, Program
 from dcpc.passes.placement.alike_copies import AlikeCopies
-from dcpc.passes.placement.elimination import CostNetwork, Solution
+from dcpc.passes.placement.elimination import CostNetwork, ForbiddenError, Solution, WideError
 from dcpc.passes.placement.label_costs import Costs, Prices
 from dcpc.passes.placement.model import PlacementModel
 from dcpc.passes.placement.near_ties import NearTies
@@ -41,6 +42,7 @@ from dcpc.passes.sharding.sharding import Sharding
 __all__ = ["Best", "Objective", "PlacementModel", "place", "placed", "solve"]
 
 MOST_TOGETHER = 16  # buckets: more gain little, and tables have an entry for each
+MOST_HELD = 3  # variables held at each of their labels where joint tables grow too large
 
 
 def place(
@@ -147,15 +149,33 @@ def solve(
 
 
 def _solved(
-    model: PlacementModel, graph: StateGraph, prices: Sequence[Prices], fold: Fold | None
+    model: PlacementModel,
+    graph: StateGraph,
+    prices: Sequence[Prices],
+    fold: Fold | None,
+    held: Mapping[int, int] | None = None,
 ) -> list[Solution]:
-    """Returns the best labels at some prices; one by one if joint tables grow too large."""
+    """Returns the best labels at some prices; one by one if joint tables grow too large.
+
+    Of one whose tables are too large still, a variable is held at each of its labels in turn, and
+    the best of these solutions is the best of all.
+    """
+    held = held or {}
     try:
-        return _network(model, graph, prices, fold).minimise_cases()
-    except PlanError:
-        if len(prices) == 1:
-            raise
-        return [_network(model, graph, [each], fold).minimise() for each in prices]
+        return _network(model, graph, prices, fold, held).minimise_cases()
+    except PlanError as error:
+        reason = error
+    if len(prices) > 1:
+        return [s for each in prices for s in _solved(model, graph, [each], fold, held)]
+    if not isinstance(reason, WideError) or len(held) == MOST_HELD:
+        raise reason
+    found = list[Solution]()
+    for label in reason.labels:
+        with suppress(ForbiddenError):
+            found += _solved(model, graph, prices, fold, {**held, reason.variable: label})
+    if not found:
+        raise reason
+    return [min(found, key=lambda solution: solution.cost)]
 
 
 def _handing_on_alike(best: Best, copies: AlikeCopies) -> Best:
@@ -209,7 +229,11 @@ def zigzag(nodes: Mapping[str, NodePlacement], sharding: Sharding) -> frozenset[
 
 
 def _network(
-    model: PlacementModel, graph: StateGraph, prices: Sequence[Prices], fold: Fold | None
+    model: PlacementModel,
+    graph: StateGraph,
+    prices: Sequence[Prices],
+    fold: Fold | None,
+    held: Mapping[int, int],
 ) -> CostNetwork:
     works_s = np.stack([p.works_s for p in prices], axis=-1)
     changes_s = np.stack([p.changes_s for p in prices], axis=-1)
@@ -227,7 +251,11 @@ def _network(
     network = CostNetwork(cases=len(prices))
     names = chain(model.names, repeat("a value with two consumers"))
     for variable, (states, name) in enumerate(zip(graph.classes, names, strict=False)):
-        network.add_variable(name, of_states(states, weights.of(variable)))
+        costs = of_states(states, weights.of(variable))
+        if variable in held:
+            other = np.arange(len(costs))[:, None] != held[variable]
+            costs = np.where(other, inf, costs)
+        network.add_variable(name, costs)
     for producer, consumer, table in graph.edges:
         network.add_edge(producer, consumer, weighted(table, weights.between(producer, consumer)))
     return network

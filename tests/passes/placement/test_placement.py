@@ -3,6 +3,7 @@
 import pytest
 
 from dcpc.ir import NodePlacement, Placement, Program, tensor_operands
+from dcpc.passes.placement import placement
 from dcpc.passes.placement.elimination import CostNetwork
 from dcpc.passes.placement.placement import PlacementModel, place
 from dcpc.passes.sharding.sharding import analyse
@@ -104,3 +105,20 @@ def test_eight_ranks_take_less_than_a_quarter_of_the_time():
     model = PlacementModel(program, sharding)
     whole = place(program, sharding, LONG, 1, CPU, model).cost_s
     assert place(program, sharding, LONG, 8, CPU, model).cost_s < whole / 4
+
+
+def test_small_tables_find_the_same_optimum(monkeypatch):
+    """A variable of a table that is too large is held at each of its labels in turn."""
+    program, sharding = gpt()
+    model = PlacementModel(program, sharding)
+    whole = place(program, sharding, LONG, 4, CPU, model)
+    solved: list[int] = []
+
+    def small(**options: object) -> CostNetwork:
+        solved.append(len(solved))
+        return CostNetwork(**options, largest_table_entries=5000)
+
+    monkeypatch.setattr(placement, "CostNetwork", small)
+    held = place(program, sharding, LONG, 4, CPU, model)
+    assert len(solved) > 2
+    assert held.cost_s == pytest.approx(whole.cost_s, rel=1e-12)
