@@ -222,12 +222,24 @@ VISION: dict[str, ZooModel] = {
         strides=[2, 2],
         mlp_ratios=[2, 2],
     ),
-    "ViTMAE": features(
-        "ViTMAE",
+    "ViTMAE": ZooModel(
+        float64(
+            lambda: transformers.ViTMAEForPreTraining(
+                transformers.ViTMAEConfig(
+                    **TINY,
+                    image_size=16,
+                    patch_size=4,
+                    mask_ratio=0.5,
+                    decoder_hidden_size=32,
+                    decoder_intermediate_size=48,
+                    decoder_num_hidden_layers=1,
+                    decoder_num_attention_heads=4,
+                )
+            )
+        ),
         {"pixel_values": "float64[batch, 3, 16, 16]"},
         ({"batch": 1},),
         {"batch": 1},
-        **{**TINY, "image_size": 16, "patch_size": 4, "mask_ratio": 0.5},
     ),
     "CLIP": ZooModel(
         float64(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from dcpc.buckets import Buckets, Sizes
 from dcpc.codegen import bind_group
 from dcpc.ir import Placement, Program
+from dcpc.ops.random import DRAWS
 from dcpc.passes.sharding.attention_ways import LOWERINGS, attentions, lowerings_of, restricted
 from dcpc.passes.sharding.sharding import Sharding
 from dcpc.plan.prices.studies import Study
@@ -23,6 +25,7 @@ from dcpc.symbolic_profile import Device
 from dcpc.symbolic_profile.seconds.hardware import Link
 from dcpc.trace.loss import MicroStatistics
 from dcpc.verify.compare import Given
+from dcpc.verify.draws import KnownParts
 from dcpc.verify.exactness import Difference, LossAndGradients, error_of
 from dcpc.verify.reference import plain, trainable
 
@@ -113,6 +116,12 @@ class SplitModel:
         """Values of which a rank has only a piece or a part of the sum."""
         return sum(p.output.sharded or p.output.partial for p in self.placement.nodes.values())
 
+    @property
+    def alike(self) -> bool:
+        """Whether some rank draws a piece of a tensor; then all its numbers are equal."""
+        nodes = self.placement.nodes
+        return any(nodes[n.name].output.sharded for n in self.nodes.values() if n.target in DRAWS)
+
     def ready(self, sizes: Sizes, recompute: str = "none") -> None:
         """Compiles the variants of all ranks for these sizes."""
         for rank in range(self.sp):
@@ -132,8 +141,9 @@ class SplitModel:
             self.placement, self._count(recompute), sizes, rank
         )
         named = {**self.held(), **{p: inputs[n] for p, n in self.program.inputs.items()}}
-        loss = variant([named[p] for p in variant.placeholders], integers)
-        loss.backward()
+        with KnownParts(self.alike) if variant.draws else nullcontext():
+            loss = variant([named[p] for p in variant.placeholders], integers)
+            loss.backward()
         for p in self.model.parameters():
             if p.grad is not None and dist.is_initialized():
                 dist.all_reduce(p.grad)
@@ -151,7 +161,7 @@ class SplitModel:
     def given(self, inputs: Mapping[str, Tensor]) -> Given:
         """Returns the tensors that graphs take to be compared with the plain model."""
         wanted = trainable(self.model)
-        return Given(self.program, self.model, inputs, wide=False, alike=False, wanted=wanted)
+        return Given(self.program, self.model, inputs, wide=False, alike=self.alike, wanted=wanted)
 
     def difference(
         self,
@@ -169,7 +179,7 @@ class SplitModel:
             recompute: "none" or "all".
             in_step: whether all ranks run in this process; else each is a process of a group.
         """
-        expected = plain(self.model, inputs)
+        expected = plain(self.model, inputs, alike=self.alike)
         if in_step:
             found = self.on_ranks(sizes, inputs, recompute)
         else:

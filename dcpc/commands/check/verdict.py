@@ -166,7 +166,6 @@ class Prepared:
 
     def ready(self) -> Prepared:
         """Returns itself, with the variants compiled of the trace that is compared next."""
-        _refuse_draws(self.split)
         every = (self.wide or self.split, *self.others.values())
         for sizes, recompute, split in product(self.shapes, self.recomputes, every):
             split.ready(sizes, recompute)
@@ -324,18 +323,6 @@ def _differences(split: SplitModel, prepared: Prepared) -> Iterator[Difference]:
         inputs = example_inputs(prepared.buckets, sizes, prepared.example)
         for recompute in prepared.recomputes:
             yield split.difference(sizes, inputs, recompute)
-
-
-def _refuse_draws(split: SplitModel) -> None:
-    """Random numbers that eval() does not switch off cannot be compared with the plain model's."""
-    draws = [n for n in split.program.gm.graph.nodes if "dcpc.uniform" in str(n.target)]
-    draws += [n for n in split.program.gm.graph.nodes if "dcpc.normal" in str(n.target)]
-    if draws:
-        raise TraceError(
-            f"node '{draws[0].name}' draws random numbers also in eval(), and so do "
-            f"{len(draws) - 1} more; expected a loss that is the same in every call; switch them "
-            "off in the factory (dropout, layer drop, masking), or pass them in as inputs"
-        )
 
 
 def _lowest(split: SplitModel) -> torch.dtype | None:
