@@ -15,6 +15,7 @@ from dcpc.compiled.pipeline import run_in_turn
 from dcpc.errors import DispatchError, TraceError
 from dcpc.plan.options import PlanOptions
 from dcpc.trace import static
+from dcpc.trace.capture import capture
 from tests.cases.asks import far, trained
 from tests.cases.exactness import SPLITTING, compiled_error, gradient_error, loss_error, plain
 from tests.cases.launch import run_prepared
@@ -153,11 +154,17 @@ def test_a_static_batch_runs_samples_alone(mix):
     assert compiled.train_step(step).loss.item() == pytest.approx(sum(plain).item() / 3, abs=1e-12)
 
 
-def test_free_dims_are_traced_once(monkeypatch):
+def test_free_dims_are_traced_once_and_have_the_graph_of_that_trace(monkeypatch):
     monkeypatch.setattr(static, "trace", None)
-    compiled = compiled_of(free, verify="off")
-    assert "static" not in compiled.report()
-    assert not compiled.buckets.static
+    buckets = dcpc.Buckets(INPUTS, SIZES)
+    torch.manual_seed(0)
+    model = Mixed(free)
+    planned = dcpc.api.plan(model, buckets, world=1, device="cpu", backend="eager", memory=1e5)
+    assert not planned.static
+    (one,) = planned.traces
+    assert one.traced.program.graph_hash == capture.trace(model, buckets).graph_hash
+    assert one.traced.program.gm.code == capture.trace(model, buckets.with_static({})).gm.code
+    assert "static" not in " ".join(one.traced.program.notes)
 
 
 def test_more_lengths_than_the_cap_are_refused(monkeypatch):

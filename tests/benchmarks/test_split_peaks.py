@@ -1,4 +1,7 @@
-"""Peaks of a plan on several ranks: of the one that holds most, however attention is split."""
+"""Peaks of a plan on several ranks: of the one that holds most, however attention is split.
+
+The mixture of experts is random, so its ranks' tokens choose other experts at each length.
+"""
 
 import warnings
 
@@ -12,7 +15,7 @@ from dcpc.commands.check import SplitModel
 from dcpc.plan.traced import group_name
 from examples.allocator import measured_peak_bytes
 from tests.cases.launch import run_ranks
-from tests.cases.memory_models import SUBJECTS
+from tests.cases.memory_models import MIXTURE, SUBJECTS
 
 LENGTHS = (7, 31, 130)  # no number of ranks divides them all
 CAUSAL = ("ring", "gathered", "heads")
@@ -23,7 +26,7 @@ def split_peaks(rank: int, name: str, sp: int) -> list[tuple[str, int, int]]:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    world, subject, found = dist.group.WORLD, SUBJECTS[name], []
+    world, subject, found = dist.group.WORLD, SUBJECTS.get(name, MIXTURE), []
     assert world is not None
     bind_group(group_name(sp), world)
     sizes = [{"batch": 2, "seq": n} for n in LENGTHS]
@@ -52,7 +55,9 @@ def split_peaks(rank: int, name: str, sp: int) -> list[tuple[str, int, int]]:
 
 @pytest.mark.multirank
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "sp"), [("GPT", 2), ("Llama", 3)])
+@pytest.mark.parametrize(
+    ("name", "sp"), [("GPT", 2), ("Llama", 3), *(("mixture", sp) for sp in (1, 2, 4))]
+)
 def test_a_plan_has_the_peak_of_the_rank_that_holds_most(name, sp):
     """However attention is split, of lengths that ranks do not divide, recomputed or not."""
     every = run_ranks(split_peaks, sp, name, sp, timeout_s=200)

@@ -50,6 +50,18 @@ def _llama(layers: int) -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
+def _mixtral(layers: int) -> nn.Module:
+    """Four experts on grouped products, two of which each token chooses, and their balance."""
+    config = transformers.MixtralConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+        output_router_logits=True, max_position_embeddings=8192,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config)
+    model.set_experts_implementation("grouped_mm")
+    return model
+
+
 def _t5(layers: int) -> nn.Module:
     """So many layers each; its positions are a bias of attention that learns."""
     config = transformers.T5Config(
@@ -130,3 +142,4 @@ SUBJECTS: Mapping[str, Subject] = {
         _clip(1, 16, 16, 16),
     ),
 }
+MIXTURE = Subject(_mixtral, TEXT, _tokens, TEXT_SIZES, _text(1, 1024))

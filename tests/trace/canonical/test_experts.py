@@ -12,6 +12,7 @@ from dcpc.ops.routed import as_tried, routed_flops
 from dcpc.passes.sharding.sharding import analyse
 from dcpc.trace import trace
 from tests.cases.experts import VOCABULARY, Dense, Text, Titan
+from tests.zoo.experts import EXPERTS
 from tests.zoo.models import common
 
 IDS = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
@@ -52,10 +53,27 @@ def test_gradients_are_the_models_own_where_each_rank_sorts_its_tokens():
     assert not errors(text(), (2,), ("none",))
 
 
+def test_equal_scores_choose_the_experts_that_torch_chooses():
+    model = text()
+    with torch.no_grad():
+        model.experts[0].router.weight[1:] = model.experts[0].router.weight[:1]
+    assert not errors(model, (2,), ("none",))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Titan, Dense])
 def test_gradients_are_the_models_own_at_all_degrees(kind):
     assert not errors(text(kind, 2), (1, 2, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Mixtral", "DeepSeek-V3", "gpt-oss"])
+def test_gradients_are_those_of_the_loop_over_experts(name):
+    model = EXPERTS[name].make()
+    named = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert any("gate" in n or "router" in n for n in named), "gradients of the router are compared"
+    assert any("experts" in n for n in named)
+    assert not errors(model, (1, 2, 4))
 
 
 def test_region_is_one_call_of_rows_and_no_tokens_are_gathered():
