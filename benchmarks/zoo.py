@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.harness import Cell, parser, print_table, write_report
 from dcpc.commands.check import Verdict
-from tests.zoo.hybrids import LEFT_OUT
 from tests.zoo.models import NAMED
+from tests.zoo.more import LEFT_OUT
 from tests.zoo.verdicts import alone, table, verdicts
 
 # A window, cross-attention with a learned bias, patches: what a ring may get wrong.
@@ -69,7 +69,7 @@ def main() -> None:
             others[name, 2] = alone("more", name, 2, 600.0)
             print_problems(name, others[name, 2])
         if LEFT_OUT:
-            print(f"left out, as timm is not installed: {', '.join(LEFT_OUT)}")
+            print(f"left out: {', '.join(f'{n} (no {p})' for n, p in LEFT_OUT.items())}")
     rows = [row(name, v) for (name, _), v in {**found, **others}.items()]
     print_table("zoo: batch 1, lengths the ranks do not divide", HEADER, rows, digits=4)
     for (name, _), v in found.items():

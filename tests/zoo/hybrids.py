@@ -164,7 +164,7 @@ TIMM: dict[str, ZooModel] = {
 }
 if importlib.util.find_spec("timm"):
     timm()  # before transformers imports torchvision, which stops it, too
-LEFT_OUT = () if importlib.util.find_spec("timm") else tuple(TIMM)
+LEFT_OUT = {} if importlib.util.find_spec("timm") else dict.fromkeys(TIMM, "timm")
 HYBRIDS = {
     "Conformer": _audio(groups=False),
     "Conformer with group norms": CONFORMER,
