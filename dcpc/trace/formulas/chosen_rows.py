@@ -60,7 +60,8 @@ def _part(func: Any, index: int) -> Callable[..., Any]:
 
 def made_by(x: Tensor) -> tuple[Any, Any, Any] | None:
     """Returns the call that made bools or integers, None where any of them was written since."""
-    version, func, given, versions, tree = getattr(x, _MADE, (-1, None, (), [], None))
+    made: Any = getattr(x, _MADE, (-1, None, (), [], None))
+    version, func, given, versions, tree = made
     now = [each._version for each in given if isinstance(each, Tensor)]
     if version != x._version or now != versions:
         return None
