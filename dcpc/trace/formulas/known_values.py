@@ -37,12 +37,12 @@ def known(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         return NotImplemented
     try:
         found = _run(func, args, kwargs, {})
-    except (_UnknownError, RuntimeError):  # torch says what is wrong
+    except (_NotKnownError, RuntimeError):  # torch says what is wrong
         return NotImplemented
     return tree_map_only(Tensor, _constant, found)
 
 
-class _UnknownError(Exception):
+class _NotKnownError(Exception):
     """Some value depends on more than numbers."""
 
 
@@ -59,7 +59,7 @@ def _run(func: Any, args: Any, kwargs: Any, done: dict[int, Any]) -> Any:
     made = func in _MAKE or any(isinstance(x, Tensor) for x in leaves)
     plain = all(isinstance(x, Tensor) or _plain(x) for x in leaves)
     if not made or not plain or any(part in name for part in _DRAWS):
-        raise _UnknownError
+        raise _NotKnownError
     args, kwargs = tree_map_only(Tensor, lambda x: _value(x, done), (args, kwargs))
     with _disable_current_modes():
         return func(*args, **kwargs)
@@ -74,6 +74,6 @@ def _value(x: Tensor, done: dict[int, Any]) -> Any:
     if id(x) not in done:
         call = made_by(x)
         if call is None:
-            raise _UnknownError
+            raise _NotKnownError
         done[id(x)] = _run(*call, done)
     return done[id(x)]
