@@ -145,7 +145,8 @@ TABLE = {
         "refusals": "",
         "samples": "",
         "steps": "",
-        "trainer": "refusals samples steps",
+        "sharded_trainer": "",
+        "trainer": "refusals samples sharded_trainer steps",
         "__init__": "trainer",
     },
     "dcpc.commands": {

@@ -19,17 +19,8 @@ def refuse(trainer: Any, compile_options: Mapping[str, Any]) -> None:
         PlanError: a setting is refused; all of them are named.
     """
     found = [*_arguments(trainer.args), *_losses(trainer), *_parallel(trainer)]
-    mode = compile_options.get("parameters", "whole")
-    if mode != "whole":
-        found.append(
-            f"got compile_options parameters={mode!r}; expected 'whole': the Trainer makes its "
-            "optimizer of the model's own parameters and clips whole gradients; leave it out"
-        )
-    if compile_options.get("pipeline") is not None:
-        found.append(
-            f"got compile_options pipeline={compile_options['pipeline']!r}; expected none: the "
-            "Trainer's optimizer and checkpoints have the whole model; leave it out"
-        )
+    if compile_options.get("parameters", "whole") != "whole" or compile_options.get("pipeline"):
+        found += _sharded(trainer)
     if found:
         raise PlanError("dcpc.hf.TrainerMixin: " + "; ".join(found))
 
@@ -131,4 +122,25 @@ def _parallel(trainer: Any) -> Iterator[str]:
         yield (
             "got a model split over devices; expected a whole one on each rank; load it without "
             "device_map and without a distributed config"
+        )
+
+
+def _sharded(trainer: Any) -> Iterator[str]:
+    """Yields a text for each setting that needs the whole model on a rank."""
+    if trainer.optimizer is not None:
+        yield (
+            "got optimizers=(...) beside parameters= or pipeline=; expected a class: a rank's "
+            "parameters are known once the model is compiled; pass optim= in the arguments, or "
+            "optimizer_cls_and_kwargs="
+        )
+    if trainer.args.load_best_model_at_end and trainer.args.save_only_model:
+        yield (
+            "got load_best_model_at_end and save_only_model beside parameters= or pipeline=; "
+            "expected one of them: the best model comes back from the ranks' own parts of a "
+            "checkpoint; leave save_only_model out"
+        )
+    if trainer.args.bf16_full_eval or trainer.args.fp16_full_eval:
+        yield (
+            "got bf16_full_eval or fp16_full_eval beside parameters= or pipeline=; expected "
+            "neither: the parameters that train would be rounded; pass bf16=True"
         )

@@ -4,7 +4,8 @@
     _wrap_model            the compiled model, so that accelerate adds no DistributedDataParallel
     training_step          `compiled.train_step`: gradients are whole on every rank afterwards
 
-`self.model` stays the plain module: it evaluates, generates and is saved as without dcpc.
+`self.model` stays the plain module: it evaluates, generates and is saved as without dcpc. Where no
+rank has its values, `sharded_trainer.py` has what takes its place.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import Trainer
 
 from dcpc import api
 from dcpc.buckets import Buckets, InputSpec
@@ -29,6 +29,7 @@ from dcpc.compiled import CompiledModel
 from dcpc.errors import DataError, PlanError
 from dcpc.hf.refusals import refuse
 from dcpc.hf.samples import MASK, CollatedSamples, CollatedStream, accelerates_order
+from dcpc.hf.sharded_trainer import ShardedTrainer, is_apart
 from dcpc.hf.steps import STEP, LoaderState, StepLoader, StepStream, saved_in
 from dcpc.runtime.data.loader import DataLoader
 from dcpc.runtime.data.packing import POSITIONS
@@ -37,7 +38,7 @@ from dcpc.runtime.data.weights import SAMPLES, CountLabels, Weight
 _LABELS = "labels"
 
 
-class TrainerMixin(Trainer):  # type: ignore[misc]
+class TrainerMixin(ShardedTrainer):
     """Trains the model of a transformers Trainer as dcpc compiles it.
 
     Example:
@@ -58,7 +59,6 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     buckets: Buckets | str | Path | None = None
     compile_options: Mapping[str, Any] = {}
     loader_options: Mapping[str, Any] = {}
-    compiled: CompiledModel | None = None
     args: Any  # the Trainer's own
 
     def __init__(
@@ -206,8 +206,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None
     ) -> nn.Module:
-        """Returns the compiled model to train, the plain one to evaluate."""
-        if not training:
+        """Returns the compiled model to train; to evaluate the plain one, if ranks have it."""
+        if not training and not is_apart(self.compiled):
             plain: nn.Module = super()._wrap_model(model, training=False, dataloader=dataloader)
             return plain
         return self._compiled()
@@ -248,6 +248,8 @@ class TrainerMixin(Trainer):  # type: ignore[misc]
             num_items_in_batch: None for the compiled model, whose loss is a mean over the batch.
         """
         if isinstance(model, CompiledModel):
+            if is_apart(model):
+                return self.by_all_ranks(model, inputs, return_outputs, num_items_in_batch)
             return model(**inputs, outputs=return_outputs)
         plain: Any = super()
         return plain.compute_loss(model, inputs, return_outputs, num_items_in_batch)

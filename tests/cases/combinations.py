@@ -106,7 +106,9 @@ SAME = {
 }
 # Runs, and what of it is not there.
 NOTES: Mapping[frozenset[str], str] = {
-    frozenset({"pipeline", "away"}): "Stages keep what they save on the device.",
+    frozenset({"pipeline", "away"}): "Stages keep what they save on the device: how many "
+    "micro-batches are in flight follows from the device's memory, and the search for a schedule "
+    "has no bound for the host's beside it.",
     frozenset({"tiers", "Inductor"}): "Each use copies a unit: none stays from one to the next.",
     frozenset({"packing", "unpad"}): "Rows have sequences in place of padding.",
 }
@@ -389,13 +391,12 @@ def page() -> str:
     lines += [f"| {c.name} | {_asked(c)} |" for c in CHOICES]
     lines += [
         "",
-        "Hugging Face's Trainer takes these through `compile_options` and `loader_options`, but "
-        "for `pipeline=` and",
-        "`parameters=`: it evaluates with the plain model, makes its optimizer of that model's "
-        "parameters, and saves them on",
-        'one rank, so every rank has to have them all. `torch.compile(backend="dcpc")` is of one '
-        "rank: `group=`, `sp=`,",
-        "`parameters=` and `pipeline=` share work out and are refused there by name.",
+        "Hugging Face's Trainer takes these through `compile_options` and `loader_options` "
+        "(`tests/hf/test_ranks.py`: `pipeline`, `rounds`,",
+        "`step`, `pull`). "
+        '`torch.compile(backend="dcpc")` is of one rank: `group=`, `sp=`, `parameters=` and '
+        "`pipeline=` share",
+        "work out and are refused there by name.",
         "",
         '`batch_norm="micro"` runs beside all but `pipeline=`: a stage begins its next '
         "micro-batches before the statistics of one have",

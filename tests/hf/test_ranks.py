@@ -1,7 +1,8 @@
 """The mixin on several gloo ranks: as alone, and as the Trainer on as many."""
 
 import pytest
-from transformers import Trainer
+import torch
+from transformers import LlamaForCausalLM, Trainer
 
 from tests.cases.hf_trainers import (
     STEP,
@@ -16,6 +17,8 @@ from tests.cases.hf_trainers import (
 from tests.cases.launch import run_ranks
 
 pytestmark = pytest.mark.multirank
+LIMIT_S = 300.0
+STEP_MODE = {"parameters": "step"}
 
 
 def training(rank, world, folder, kind, settings):
@@ -68,3 +71,52 @@ def test_resumed_on_another_number_of_ranks(tmp_path):
     for parameters, found in run_ranks(resuming, 2, 2, tmp_path, 0.0, True):
         assert furthest(whole, parameters) < 1e-10
         assert found == pytest.approx(losses, rel=1e-6)
+
+
+def sharing(rank, world, folder, kind, resumed, options):
+    """Returns what a rank has after training and evaluation, and what `save_model` wrote."""
+    kept = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 4}
+    model = llama(tie_word_embeddings=True, num_hidden_layers=2)
+    told = {"eval_dataset": Samples(7)}
+    if kind is Ours:
+        told["compile_options"] = {"backend": "eager", "verify": "off", **options}
+    trainer = made(kind, folder, world, model=model, options=told, **kept)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3" if resumed else None)
+    found = [logged(trainer, name) for name in ("loss", "grad_norm", "learning_rate", "eval_loss")]
+    predicted = trainer.predict(Samples(4)).predictions
+    trainer.save_model(f"{folder}/saved")
+    torch.distributed.barrier()
+    saved = LlamaForCausalLM.from_pretrained(f"{folder}/saved", dtype=torch.float64)
+    return [p.detach() for p in saved.parameters()], found, predicted
+
+
+@pytest.fixture(scope="module")
+def trainers_own(tmp_path_factory):
+    """The results of the Trainer alone on two ranks."""
+    folder = tmp_path_factory.mktemp("plain")
+    return run_ranks(sharing, 2, 2, folder, Trainer, False, {}, timeout_s=LIMIT_S)
+
+
+def compare(found, expected) -> None:
+    for (parameters, logs, predicted), (others, theirs, told) in zip(found, expected, strict=True):
+        assert furthest(parameters, others) < 1e-10
+        for some, alike in zip(logs, theirs, strict=True):
+            assert some == pytest.approx(alike, rel=1e-6)
+        assert predicted == pytest.approx(told, rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["step", "pull"])
+def test_ranks_that_share_the_optimizers_rows_train_as_the_trainer(tmp_path, trainers_own, mode):
+    options = {"parameters": mode}
+    found = run_ranks(sharing, 2, 2, tmp_path, Ours, False, options, timeout_s=LIMIT_S)
+    compare(found, trainers_own)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("options", [{"parameters": "rounds"}, {"pipeline": 2}], ids=str)
+def test_without_the_model_on_any_rank_it_trains_and_resumes(tmp_path, trainers_own, options):
+    for resumed, told in ((False, options), (True, STEP_MODE)):
+        found = run_ranks(sharing, 2, 2, tmp_path, Ours, resumed, told, timeout_s=LIMIT_S)
+        compare(found, trainers_own)

@@ -302,6 +302,10 @@ def test_bf16_trains_and_evaluates_in_bf16(tmp_path):
     assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-2)
 
 
+def shared(options, **own):
+    return {"options": {"compile_options": options, **own}}
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -314,7 +318,21 @@ def test_bf16_trains_and_evaluates_in_bf16(tmp_path):
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"optim": "lomo"}, "optim"),
         ({"options": {"compute_loss_func": print}}, "compute_loss_func"),
-        ({"options": {"compile_options": {"parameters": "step"}}}, "parameters"),
+        ({"bf16_full_eval": True, **shared({"parameters": "rounds"})}, "bf16_full_eval"),
+        (
+            shared({"pipeline": 2}, optimizers=(torch.optim.SGD([torch.ones(1)]), None)),
+            "optimizers",
+        ),
+        (
+            {
+                "load_best_model_at_end": True,
+                "save_only_model": True,
+                "eval_strategy": "steps",
+                "save_strategy": "steps",
+                **shared({"parameters": "step"}, eval_dataset=Samples(2)),
+            },
+            "save_only_model",
+        ),
     ],
 )
 def test_what_does_not_go_with_dcpc_is_refused(tmp_path, settings, named):
