@@ -13,20 +13,17 @@ from __future__ import annotations
 
 import gc
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-import dcpc
 from benchmarks.harness import Cell, parser, print_table, write_report
+from benchmarks.one_length import INPUTS, Subject
 from dcpc.api import plan
-from dcpc.buckets import BATCH
+from dcpc.buckets import Buckets
 from examples.allocator import measured_peak_bytes
 from models.gpt import GPT, GPTConfig, llama_8b
 
-INPUTS = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
 VOCABULARY = 256
 
 
@@ -36,35 +33,11 @@ def decoder(layers: int, dim: int) -> GPT:
     return GPT(GPTConfig(vocab_size=VOCABULARY, dim=dim, n_layers=layers, n_heads=4))
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A compiled decoder."""
-
-    model: torch.nn.Module
-    compiled: Any
-    given: dict[str, Tensor]
-
-    @property
-    def row(self) -> Any:
-        """Its plan."""
-        return next(iter(self.compiled.planned.plans.values()))
-
-    def run(self) -> list[Tensor]:
-        """Returns loss and gradients."""
-        self.model.zero_grad()
-        loss = self.compiled(**self.given)
-        loss.backward()
-        return [loss.detach(), *(p.grad for p in self.model.parameters() if p.grad is not None)]
-
-
 def subject(model: torch.nn.Module, seq: int, samples: int = 1, **options: Any) -> Subject:
     """Returns a decoder compiled for one length."""
     draw = torch.Generator().manual_seed(seq)
     ids = torch.randint(0, VOCABULARY, (samples, seq), generator=draw)
-    buckets = dcpc.Buckets(INPUTS, [{"seq": seq, BATCH: samples}])
-    options = {"memory": 1e12, "backend": "eager", "verify": "off", "tile": "none", **options}
-    compiled = dcpc.compile(model, buckets, **options)
-    return Subject(model, compiled, {"input_ids": ids, "labels": ids})
+    return Subject.of(model, ids, ids, **{"tile": "none", **options})
 
 
 def bits(quick: bool) -> dict[str, Cell]:
@@ -102,7 +75,7 @@ def capped(quick: bool) -> dict[str, Cell]:
 
 def predicted(seq: int) -> dict[str, Cell]:
     """Returns the 8B decoder's seconds by recompute alone, and with the host's memory."""
-    buckets = dcpc.Buckets(INPUTS, [{"seq": seq}])
+    buckets = Buckets(INPUTS, [{"seq": seq}])
     found: dict[str, Cell] = {"tokens": seq}
     for name, host in (("recompute", None), ("host", "1600GB")):
         (row,) = plan(

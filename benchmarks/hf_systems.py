@@ -26,7 +26,7 @@ from transformers import (
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 import dcpc.hf
-from dcpc.hf.steps import STEP
+from dcpc.hf.step_batches import STEP
 from examples.stdlib_source import StdlibSource
 
 RATE, WARMUP, CLIP = 1e-3, 2, 1.0

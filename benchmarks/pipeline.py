@@ -25,7 +25,7 @@ from benchmarks.pipeline_runs import (
 )
 from dcpc.commands.simulate.pipeline import draw_pipeline, pipeline_trace
 from dcpc.errors import PlanError
-from dcpc.runtime.pipeline.planning import PlannedPipeline, plan_replicas
+from dcpc.runtime.pipeline.replicas import PlannedPipeline, plan_replicas
 from dcpc.runtime.pipeline.schedule import (
     PipelineReplay,
     PipelineWork,

@@ -25,9 +25,9 @@ from benchmarks.harness import Cell, parser, print_table, timed, write_report
 from benchmarks.stages_ranks import measured
 from dcpc.buckets import Buckets
 from dcpc.compiled.pipeline import MixedBucket, ProgramCosts, StageDevice, chain_of
-from dcpc.compiled.pipeline.costs import mixture_dims
+from dcpc.compiled.pipeline.stage_costs import mixed_costs, mixture_dims
 from dcpc.passes.stages.bottleneck import fractional_bound
-from dcpc.passes.stages.costs import CutCosts
+from dcpc.passes.stages.cut_costs import CutCosts
 from dcpc.passes.stages.mixture import best_cut
 from dcpc.plan.runnable import Runnable
 from dcpc.plan.traced import traced
@@ -119,10 +119,11 @@ def gains(
     """
     runnable = runnable_of(model, inputs, mixture, find("h200"))
     program = runnable.traced.program
-    priced = ProgramCosts(runnable, chain_of(program, mixture_dims(program, mixture)))
+    chain = chain_of(program, mixture_dims(program, mixture))
+    priced, places = ProgramCosts(runnable, chain), np.arange(len(chain.borders))[:, None]
     found = []
     for kinds in every:
-        costs = priced.cut_costs(mixture, kinds)
+        costs = mixed_costs([priced], places, mixture, kinds)
         with timed() as watch:
             cut = best_cut(costs)
         assert cut.exact, "the search was not cut short"

@@ -32,7 +32,7 @@ from dcpc.codegen import kept_after
 from dcpc.compiled.memory.staying import StayingUnits
 from dcpc.errors import PlanError
 from dcpc.runtime.groups.local_ranks import run_ranks
-from dcpc.runtime.planner.plans import PlannedMicroBatch, Setting, rounds_of
+from dcpc.runtime.planner.plans import PlannedMicroBatch, RowSetting, rounds_of
 from examples.large_model import ADAM, LargeModel
 from examples.one_small_card import train
 from examples.stdlib_source import PAD, StdlibSource
@@ -138,8 +138,8 @@ def warmed(steps: int) -> float:
         weight="labels",
     )  # fmt: skip
 
-    def setting(mb: PlannedMicroBatch) -> Setting:
-        return Setting(mb.sp, mb.micro_batch, mb.menu_step)
+    def setting(mb: PlannedMicroBatch) -> RowSetting:
+        return RowSetting(mb.sp, mb.micro_batch, mb.menu_step)
 
     def again(mb: PlannedMicroBatch) -> frozenset[int]:
         placement = planned.placement(mb.bucket)

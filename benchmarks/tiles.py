@@ -14,30 +14,26 @@ smaller model, with tiles and without.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
-import dcpc
 from benchmarks.harness import Cell, parser, print_table, write_report
+from benchmarks.one_length import INPUTS, Subject
 from dcpc.api import plan
-from dcpc.buckets import BATCH
+from dcpc.buckets import BATCH, Buckets
 from dcpc.plan.tiling import TILES, tiled
 from examples.allocator import measured_peak_bytes
 from models.gpt import GPT, GPTConfig, llama_8b
 
-INPUTS = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
 AIMS_GB = {32_768: 16.0, 131_072: 50.0}
 VOCABULARY, MOST, TURNS = 32_000, 256, 3
 
 
 def predicted(seq: int, aim_gb: float) -> dict[str, Cell]:
     """Returns the 8B decoder's peak in GB and seconds, whole and in tiles."""
-    buckets = dcpc.Buckets(INPUTS, [{"seq": seq}])
+    buckets = Buckets(INPUTS, [{"seq": seq}])
     whole = plan(
         llama_8b(), buckets, memory=1e13, world=8, sp=1, parameters="rounds", device="h100",
         backend="eager", recompute="all", tile="none",
@@ -56,36 +52,12 @@ def predicted(seq: int, aim_gb: float) -> dict[str, Cell]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A compiled decoder and what it was predicted to need.
-
-    Attributes:
-        run: function that runs forward and backward, and returns loss and gradients.
-        peak_bytes: predicted peak.
-    """
-
-    run: Callable[[], list[Tensor]]
-    peak_bytes: int
-
-
 def subject(config: dict[str, Any], seq: int, dtype: torch.dtype, tile: int | str) -> Subject:
     """Returns a decoder with these tiles; decoders of one config have equal parameters and data."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=VOCABULARY, n_heads=8, n_kv_heads=8, **config)).to(dtype)
     ids, labels = torch.randint(0, VOCABULARY, (2, 1, seq))
-    buckets = dcpc.Buckets(INPUTS, [{"seq": seq, BATCH: 1}])
-    compiled = dcpc.compile(
-        model, buckets, memory=1e12, backend="eager", recompute="all", tile=tile, verify="off"
-    )
-
-    def run() -> list[Tensor]:
-        model.zero_grad()
-        loss = compiled(input_ids=ids, labels=labels)
-        loss.backward()
-        return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-
-    return Subject(run, next(iter(compiled.planned.plans.values())).peak_bytes)
+    return Subject.of(model, ids, labels, recompute="all", tile=tile)
 
 
 def measured(layers: int, seq: int) -> dict[str, Cell]:
@@ -101,7 +73,7 @@ def measured(layers: int, seq: int) -> dict[str, Cell]:
             start_s = time.process_time()
             one.run()
             times.append(time.process_time() - start_s)
-    errors = [abs(p / one.peak_bytes - 1) for p, one in zip(peaks, each, strict=True)]
+    errors = [abs(p / one.row.peak_bytes - 1) for p, one in zip(peaks, each, strict=True)]
     return {
         "measured_peak_over_whole": peaks[1] / peaks[0],
         "seconds_over_whole": median(seconds[1]) / median(seconds[0]),

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.harness import Cell, parser, print_table, timed, write_report
 from benchmarks.stdit_costs import DEVICE, Point, Table, price
 from dcpc.buckets import Bucket
-from dcpc.commands.simulate.costs import BucketCosts, ModelCosts, SimRow
+from dcpc.commands.simulate.model_rows import BucketCosts, ModelCosts, SimRow
 from dcpc.commands.simulate.outcome import SimulatedOutcome, of_steps
 from dcpc.commands.simulate.systems import dcpc_auto, padded_bucket, videosys_mode
 from dcpc.commands.simulate.workload import Epoch

@@ -29,7 +29,7 @@ from dcpc.api import plan
 from dcpc.commands.check import SplitModel
 from dcpc.errors import PlanError
 from dcpc.passes.sharding.attention_ways import LOWERINGS, attentions, lowering_of
-from dcpc.plan.notes.attention import attention_lines
+from dcpc.plan.notes.attention_note import attention_lines
 from dcpc.plan.planning import Planned
 from dcpc.runtime.groups.local_ranks import run_ranks
 from dcpc.symbolic_profile import evaluator

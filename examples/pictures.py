@@ -18,7 +18,7 @@ from matplotlib.patches import Patch, Rectangle
 
 import dcpc
 from dcpc.buckets import BATCH, Bucket
-from dcpc.commands.simulate.costs import of_planned
+from dcpc.commands.simulate.model_rows import of_planned
 from dcpc.commands.simulate.systems import SYSTEMS
 from dcpc.commands.simulate.workload import in_buckets
 from dcpc.plan.planning import Planned

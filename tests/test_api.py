@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import dcpc
-from dcpc.compiled.model.saving import ModelSaving
+from dcpc.compiled.model.model_state import ModelSaving
 from dcpc.compiled.pipeline import PipelinedModel
 from models.gpt import GPT, GPTConfig
 from tests.cases.ready import traced_once

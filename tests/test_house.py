@@ -3,6 +3,7 @@
 import pytest
 
 from tests.house import COUNTS, House, table
+from tests.house_aims import AIMS
 
 HOUSE = House()
 # Capability that joined since the cap was set -> lines in dcpc/ it may cost; each only falls, too.
@@ -34,26 +35,31 @@ JOINED: dict[str, int] = {
     "transformers' Trainer takes pipeline= and parameters=": 222,
 }
 # Benchmark of a capability that joined -> its lines in benchmarks/.
-MEASURED: dict[str, int] = {"tiles": 140, "away": 133}
+MEASURED: dict[str, int] = {"tiles": 112, "away": 106, "both": 44}
 MOST = {
     "lines in dcpc/": 76_291 + sum(JOINED.values()),
-    "lines in benchmarks/": 9_809 + sum(MEASURED.values()),
+    "lines in benchmarks/": 9_454 + sum(MEASURED.values()),
     "methods of CompiledModel": 12,
     "methods of PipelinedModel": 12,
-    "functions > 50 lines": 20,
+    "functions > 50 lines": 10,
     "functions of >= 9 parameters": 7,
     "classes > 12 methods": 30,
-    "class names that differ by an underscore": 21,
-    "class names that differ by a plural": 15,
-    "file names that repeat": 46,
+    "class names that differ by an underscore": 1,
+    "class names that differ by a plural": 1,
+    "file names that repeat": 15,
     'docstrings whose first sentence needs "what"': 8,
-    'argument texts that begin with "of"': 3,
+    'argument texts that begin with "of"': 1,
 }
 
 
 @pytest.mark.parametrize("figure", COUNTS)
 def test_figure_has_not_grown(figure):
     assert COUNTS[figure](HOUSE) <= MOST[figure], "python -m tests.house prints all of them"
+
+
+def test_each_aim_that_is_missed_has_its_reason():
+    assert {*AIMS} == {*COUNTS}
+    assert all(why or COUNTS[name](HOUSE) <= aim for name, (aim, why) in AIMS.items())
 
 
 ONE = '''"""Returns what."""

@@ -58,9 +58,9 @@ TABLE = {
     "dcpc.api": {
         "requests": "",
         "search": "requests",
-        "plans": "requests search",
-        "compiling": "requests search plans",
-        "__init__": "requests search plans compiling",
+        "plan_model": "requests search",
+        "compiling": "requests search plan_model",
+        "__init__": "requests search plan_model compiling",
     },
     "dcpc.trace": {
         "loss": "",
@@ -143,10 +143,10 @@ TABLE = {
     },
     "dcpc.hf": {
         "refusals": "",
-        "samples": "",
-        "steps": "",
+        "collated": "",
+        "step_batches": "",
         "sharded_trainer": "",
-        "trainer": "refusals samples sharded_trainer steps",
+        "trainer": "refusals collated sharded_trainer step_batches",
         "__init__": "trainer",
     },
     "dcpc.commands": {

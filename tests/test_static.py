@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dcpc
-from dcpc.api.plans import cut_with
+from dcpc.api.plan_model import cut_with
 from dcpc.buckets import held_by
 from dcpc.compiled.pipeline import run_in_turn
 from dcpc.errors import DispatchError, TraceError

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dcpc.api.plans import of_one_rank, plan_with, whole_plan
+from dcpc.api.plan_model import of_one_rank, plan_with, whole_plan
 from dcpc.api.requests import device_of
 from dcpc.api.search import Traces, search
 from dcpc.buckets import Bucket, Buckets
@@ -109,13 +109,8 @@ def _compiled(
         agree(groups, groups.world, "plan", "", error)
         raise
     buckets = buckets.with_static(planned.static)
-    hashes = " ".join(v.traced.program.graph_hash for v in planned.traces)
     asked = planned.request
-    held = f"; parameters {asked.parameters}, block {asked.block}" if asked.block else ""
-    paced = "" if options.speeds == "equal" else f"; speeds {options.speeds}"
-    staged = "" if cut is None else f"; {cut.text()}"
-    text = f"{hashes} {plans_text(planned.plans)}{held}{paced}{staged}"
-    agree(groups, groups.world, "plan", text)
+    agree(groups, groups.world, "plan", _decisions(planned, options, cut))
     share_state(state_tensors(model, planned), groups)
     verifier = Verifier(model, buckets, planned, options.verify)
     compile_s = time.perf_counter() - start_s
@@ -149,6 +144,16 @@ def _compiled(
     if cut is not None:
         return PipelinedModel(core, cut, why)
     return CompiledModel(core, ModelOnGroup(core), ModelInsight(core, why))
+
+
+def _decisions(planned: Planned, options: CompileOptions, cut: CutModel | None) -> str:
+    """Returns the decisions as one text, equal on ranks that decided alike."""
+    hashes = " ".join(v.traced.program.graph_hash for v in planned.traces)
+    asked = planned.request
+    held = f"; parameters {asked.parameters}, block {asked.block}" if asked.block else ""
+    paced = "" if options.speeds == "equal" else f"; speeds {options.speeds}"
+    staged = "" if cut is None else f"; {cut.text()}"
+    return f"{hashes} {plans_text(planned.plans)}{held}{paced}{staged}"
 
 
 def _staged(

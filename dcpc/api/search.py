@@ -25,7 +25,7 @@ from dcpc.plan.folding import gathering
 from dcpc.plan.options import PlanOptions, away_kinds, degrees, few_degrees, fitting_degrees
 from dcpc.plan.planning import Planned, plan_buckets
 from dcpc.plan.prices.placements import compute_dtype
-from dcpc.plan.progress import tracked
+from dcpc.plan.progress_bar import tracked
 from dcpc.plan.runnable import Runnable
 from dcpc.plan.tiling import TileLadder
 from dcpc.plan.traced import Traced, traced

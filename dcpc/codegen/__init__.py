@@ -14,7 +14,7 @@ from dcpc.codegen.variant.backends import BACKENDS, compile_graph, decomposition
 from dcpc.codegen.variant.boxed import RUN, Boxed
 from dcpc.codegen.variant.build import Key, LoweredPair
 from dcpc.codegen.variant.call import VariantCall, call_of
-from dcpc.codegen.variant.divided import DividedRun
+from dcpc.codegen.variant.divided_run import DividedRun
 from dcpc.codegen.variant.empty import MISREAD
 from dcpc.codegen.variant.excerpt import excerpt
 from dcpc.codegen.variant.lockstep import Result, integers_of, run_in_step, summed

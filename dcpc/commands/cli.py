@@ -64,7 +64,7 @@ from dcpc.compiled.pipeline import stages_report
 from dcpc.errors import BucketError, PlanError
 from dcpc.plan.options import PlanOptions
 from dcpc.plan.planning import Planned
-from dcpc.plan.progress import during, tracked
+from dcpc.plan.progress_bar import during, tracked
 from dcpc.runtime.planner.plan_file import PlanFile
 from dcpc.runtime.planner.table import mode_table
 

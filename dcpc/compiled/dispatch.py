@@ -28,7 +28,7 @@ from dcpc.runtime.data.steps import MicroBatch, Step
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.gathered import GatheredStore
 from dcpc.runtime.parameters.store import ParameterStore
-from dcpc.runtime.planner.plans import PlannedMicroBatch, Setting
+from dcpc.runtime.planner.plans import PlannedMicroBatch, RowSetting
 from dcpc.runtime.step.stats import Stats
 from dcpc.runtime.values import out_of_range
 from dcpc.trace import autocast_dtype, casting
@@ -36,7 +36,7 @@ from dcpc.trace.loss import by_position
 
 # A bucket, ranks of the group, and samples of a row of the plan table.
 SettingKey = tuple[Bucket, int, int]
-_VariantKey = tuple[Bucket, tuple[tuple[str, int], ...], Setting, int, frozenset[int] | None]
+_VariantKey = tuple[Bucket, tuple[tuple[str, int], ...], RowSetting, int, frozenset[int] | None]
 
 
 class Dispatch:
@@ -82,7 +82,7 @@ class Dispatch:
         # The units that this round gathers again in backward.
         self._gathering: frozenset[int] | None = None
         self._staying: StayingUnits | None = None
-        self._again: dict[tuple[Bucket, Setting], frozenset[int]] = {}
+        self._again: dict[tuple[Bucket, RowSetting], frozenset[int]] = {}
         self._unpad = unpad
         self._unpadding: dict[int, Unpadding] = {}
         self._buckets = buckets
@@ -255,12 +255,12 @@ class Dispatch:
         wrong = out_of_range(inputs, self.value_ranges[bucket])
         return None if wrong is None else DispatchError(str(wrong))
 
-    def setting(self, bucket: Bucket) -> Setting:
+    def setting(self, bucket: Bucket) -> RowSetting:
         """Returns the planned setting of a bucket."""
         plan = self._planned.plans[bucket]
-        return Setting(plan.sp, plan.micro_batch, plan.menu_step)
+        return RowSetting(plan.sp, plan.micro_batch, plan.menu_step)
 
-    def placement(self, bucket: Bucket, sizes: Mapping[str, int], setting: Setting) -> Placement:
+    def placement(self, bucket: Bucket, sizes: Mapping[str, int], setting: RowSetting) -> Placement:
         """Returns a setting's placement; another where it would leave ranks without samples."""
         runnable = self._planned.by_bucket[bucket]
         full = {**bucket.sizes, BATCH: setting.micro_batch}
@@ -276,7 +276,7 @@ class Dispatch:
         bucket: Bucket,
         sizes: Mapping[str, int],
         inputs: Mapping[str, Tensor],
-        setting: Setting,
+        setting: RowSetting,
     ) -> tuple[Any, ...]:
         """Returns the outputs of a call by hand, the loss first, by its bucket's setting."""
         place = self._groups.rank % setting.sp
@@ -376,7 +376,7 @@ class Dispatch:
         bucket: Bucket,
         sizes: Mapping[str, int],
         inputs: Mapping[str, Tensor],
-        setting: Setting,
+        setting: RowSetting,
         place: int,
         seed: int | None = None,
     ) -> tuple[Any, ...]:
@@ -410,7 +410,7 @@ class Dispatch:
         self,
         bucket: Bucket,
         sizes: Mapping[str, int],
-        setting: Setting,
+        setting: RowSetting,
         place: int,
         outputs: Sequence[Tensor],
     ) -> Iterator[Tensor | OutputPiece]:
@@ -432,7 +432,7 @@ class Dispatch:
         self,
         bucket: Bucket,
         sizes: Mapping[str, int],
-        setting: Setting,
+        setting: RowSetting,
         place: int,
         given: dict[str, Tensor],
     ) -> tuple[Variant, tuple[int, ...]] | None:
@@ -479,7 +479,7 @@ class Dispatch:
         return self._unpadding[id(runnable)]
 
     def _variant(
-        self, bucket: Bucket, sizes: Mapping[str, int], setting: Setting, place: int
+        self, bucket: Bucket, sizes: Mapping[str, int], setting: RowSetting, place: int
     ) -> tuple[Variant, tuple[int, ...]]:
         """Returns the variant of sizes and a setting, compiled on first use, and its integers."""
         again = self._gathering
@@ -491,7 +491,7 @@ class Dispatch:
             self.variants[key] = runnable.variant(placement, step, sizes, place, again)
         return self.variants[key]
 
-    def setting_of(self, mb: MicroBatch | PlannedMicroBatch) -> Setting:
+    def setting_of(self, mb: MicroBatch | PlannedMicroBatch) -> RowSetting:
         """Returns a micro-batch's setting: as planned, but for steps of recompute chosen since."""
         planned = self.menu_steps.get((mb.bucket, mb.sp, mb.micro_batch), mb.menu_step)
-        return Setting(mb.sp, mb.micro_batch, planned)
+        return RowSetting(mb.sp, mb.micro_batch, planned)

@@ -136,7 +136,7 @@ class Edition:
         return f"in {self.modes}, {sizes}"
 
 
-class Editions:
+class EditionCache:
     """All editions of a compiled model; makes those that are missing.
 
     Args:

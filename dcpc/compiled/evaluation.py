@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from dcpc.buckets import BATCH, Buckets, shapes_and_dtypes
-from dcpc.compiled.editions import Edition, Editions
+from dcpc.compiled.editions import Edition, EditionCache
 from dcpc.errors import DispatchError, check_choice
 from dcpc.runtime.data.samples import check_fills
 
@@ -110,7 +110,7 @@ def filled_up(
     return found
 
 
-def length_edition(editions: Editions, base: Edition, inputs: Mapping[str, Tensor]) -> Edition:
+def length_edition(editions: EditionCache, base: Edition, inputs: Mapping[str, Tensor]) -> Edition:
     """Returns the edition of a batch's very lengths."""
     bucket, sizes = base.buckets.match(*shapes_and_dtypes(inputs))
     if all(sizes[name] == size for name, size in bucket.shape_key):

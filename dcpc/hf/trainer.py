@@ -27,10 +27,10 @@ from dcpc import api
 from dcpc.buckets import Buckets, InputSpec
 from dcpc.compiled import CompiledModel
 from dcpc.errors import DataError, PlanError
+from dcpc.hf.collated import MASK, CollatedSamples, CollatedStream, accelerates_order
 from dcpc.hf.refusals import refuse
-from dcpc.hf.samples import MASK, CollatedSamples, CollatedStream, accelerates_order
 from dcpc.hf.sharded_trainer import ShardedTrainer, is_apart
-from dcpc.hf.steps import STEP, LoaderState, StepLoader, StepStream, saved_in
+from dcpc.hf.step_batches import STEP, LoaderState, StepLoader, StepStream, saved_in
 from dcpc.runtime.data.loader import DataLoader
 from dcpc.runtime.data.packing import POSITIONS
 from dcpc.runtime.data.weights import SAMPLES, CountLabels, Weight

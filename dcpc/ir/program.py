@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import sympy
 import torch
@@ -116,6 +117,19 @@ class Program:
     def learning(self) -> tuple[str, ...]:
         """Placeholders that receive a gradient: parameters, then inputs."""
         return tuple(n for n in (*self.parameters, *self.inputs) if self.info[n].requires_grad)
+
+    def only(self, kept: Set[str], **changed: Any) -> Program:
+        """Returns a program that has of its tensors and sizes those of these names.
+
+        Args:
+            kept: names of nodes.
+            changed: other fields that differ.
+        """
+        fields = "parameters", "buffers", "constants", "info", "scalars"
+        own: dict[str, Any] = {
+            f: {n: x for n, x in getattr(self, f).items() if n in kept} for f in fields
+        }
+        return replace(self, **own, zero_gradients=self.zero_gradients & kept, **changed)
 
     def dims(self, sizes: Sizes) -> dict[sympy.Symbol, int]:
         """Returns symbol -> length; a model without a batch has no symbol for it."""

@@ -348,17 +348,11 @@ def _without(program: Program, blocks: Sequence[Sequence[Sequence[fx.Node]]]) ->
             made[node].meta = dict(node.meta)
     graph.lint()
     kept = {n.name for n in made}
-    small = replace(
-        program,
+    small = program.only(
+        kept,
         gm=fx.GraphModule(torch.nn.Module(), graph),
-        parameters=_kept(program.parameters, kept),
-        buffers=_kept(program.buffers, kept),
-        constants=_kept(program.constants, kept),
-        info=_kept(program.info, kept),
-        scalars=_kept(program.scalars, kept),
         outputs=tuple(n for n in program.outputs if n in kept),
         statistics=tuple(n for n in program.statistics if n in kept),
-        zero_gradients=frozenset(program.zero_gradients & kept),
         graph_hash=f"{program.graph_hash} folded",
     )
     return Folded(
@@ -368,7 +362,3 @@ def _without(program: Program, blocks: Sequence[Sequence[Sequence[fx.Node]]]) ->
         like={n.name: m.name for n, m in instead.items()},
         twins={name: tuple(others) for name, others in twins.items()},
     )
-
-
-def _kept(mapping: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in mapping.items() if name in names}

@@ -17,12 +17,12 @@ from dcpc.fx.garbage import without_collection
 from dcpc.ir import LEAVES, BucketPlan, Placement, Profile, Program
 from dcpc.ir.thresholds import AWAY_GAIN, DOUBLING_GAIN, PLACEMENT_LOSS, TILE_GAIN, WIDER_GROUP_GAIN
 from dcpc.plan.choose import TriedRow, choose, crossover_text, least_recompute
-from dcpc.plan.notes.attention import attention_lines
-from dcpc.plan.notes.gathers import gather_lines
-from dcpc.plan.notes.kernels import kernel_lines
+from dcpc.plan.notes.attention_note import attention_lines
+from dcpc.plan.notes.gather_note import gather_lines
+from dcpc.plan.notes.kernel_note import kernel_lines
 from dcpc.plan.prices.priced import Priced
 from dcpc.plan.prices.studies import Study
-from dcpc.plan.progress import tracked
+from dcpc.plan.progress_bar import tracked
 from dcpc.plan.runnable import Runnable
 from dcpc.symbolic_profile import (
     LARGE_SEGMENT_BYTES,
@@ -288,7 +288,7 @@ class Planned:
         )
 
 
-class BucketPlans(NamedTuple):
+class ChosenSettings(NamedTuple):
     """The settings of some buckets.
 
     Attributes:
@@ -319,7 +319,7 @@ def plan_buckets(
     *,
     partly: bool = True,
     others: Others = no_others,
-) -> BucketPlans:
+) -> ChosenSettings:
     """Returns the setting of every bucket, the rows it was chosen from, and the misfits.
 
     Args:
@@ -330,7 +330,7 @@ def plan_buckets(
         others: function that yields other programs of the same numbers for a bucket, given the plan
             with the last one.
     """
-    found = BucketPlans({}, {}, {}, {})
+    found = ChosenSettings({}, {}, {}, {})
     left = [*by_bucket]
     with without_collection():  # all graphs stay alive: a collection would find nothing
         for bucket, priced in tracked([*by_bucket.items()], "plan", lambda item: item[0]):
@@ -368,7 +368,7 @@ def plan_with_degrees(
     request: PlanRequest,
     degrees: Mapping[Bucket, int],
     others: Others = no_others,
-) -> BucketPlans:
+) -> ChosenSettings:
     """Plans like `plan_buckets`, with a given degree for each bucket."""
     plans: dict[Bucket, BucketPlan] = {}
     tables: dict[Bucket, tuple[TriedRow, ...]] = {}
@@ -382,7 +382,7 @@ def plan_with_degrees(
         tables |= found.tables
         misfits |= found.misfits
     in_order = {b: plans[b] for b in by_bucket if b in plans}
-    return BucketPlans(in_order, {b: tables[b] for b in by_bucket}, misfits, chosen)
+    return ChosenSettings(in_order, {b: tables[b] for b in by_bucket}, misfits, chosen)
 
 
 def _plan(

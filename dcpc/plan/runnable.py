@@ -135,8 +135,7 @@ class Runnable:
         """
         dims = self.traced.program.dims(sizes)
         backend = self._backend(placement, dims)
-        of = self.traced.id_of(placement)
-        key = of, menu_step, backend, gathers_again
+        key = self.traced.id_of(placement), menu_step, backend, gathers_again
         known = self._variants.setdefault(key, [])
         for variant in known:
             values, broken = variant.integer_values(dims, rank)
@@ -166,12 +165,7 @@ class Runnable:
             if not broken:
                 return variant, values
             got = f"a graph that assumes {' and '.join(map(str, broken))}"
-        at = ", ".join(f"{s} = {n}" for s, n in dims.items())
-        raise CodegenError(
-            f"rank {rank} of {placement.sp} at {at}: got {got}; expected a graph that is right at "
-            "these sizes, and tracing it again at them gave none; take another size or sp, or look "
-            "for an op that treats a size as a number"
-        )
+        raise _never_right(f"rank {rank} of {placement.sp}", dims, got)
 
     def _inspected(
         self, placement: Placement, menu_step: int, hints: Hints, backend: str, sizes: Sizes
@@ -238,3 +232,13 @@ class Runnable:
     def compiled_count(self) -> int:
         """Number of variants compiled so far."""
         return sum(map(len, self._variants.values()))
+
+
+def _never_right(where: str, dims: Mapping[sympy.Symbol, int], got: str) -> CodegenError:
+    """Returns the error of a program of which no graph is right at some sizes."""
+    at = ", ".join(f"{s} = {n}" for s, n in dims.items())
+    return CodegenError(
+        f"{where} at {at}: got {got}; expected a graph that is right at these sizes, and tracing "
+        "it again at them gave none; take another size or sp, or look for an op that treats a "
+        "size as a number"
+    )

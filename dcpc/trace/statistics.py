@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dcpc.buckets import BATCH
 from dcpc.errors import TraceError
-from dcpc.fx.graphs import source_line
+from dcpc.fx.large_graphs import source_line
 from dcpc.ir import Program
 
 REFUSE, MICRO = BATCH_NORM = "refuse", "micro"

@@ -11,7 +11,7 @@ from torch import fx
 
 from dcpc.buckets import BATCH, Buckets
 from dcpc.errors import TraceError
-from dcpc.fx.graphs import op_name, source_line
+from dcpc.fx.large_graphs import op_name, source_line
 from dcpc.ir import Program, tensor_operands
 
 aten = torch.ops.aten

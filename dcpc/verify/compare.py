@@ -20,7 +20,7 @@ from dcpc.codegen import (
     summed,
 )
 from dcpc.codegen.lower.output_pieces import joined_outputs
-from dcpc.fx.graphs import op_name
+from dcpc.fx.large_graphs import op_name
 from dcpc.ir import Partition, Program
 from dcpc.ops.attention import has_no_wide_kernel
 from dcpc.plan.runnable import RewrittenCall

@@ -40,7 +40,7 @@ from dcpc.verify.exactness import (
 )
 from dcpc.verify.inputs import lowest
 from dcpc.verify.points import Point
-from dcpc.verify.references import Reference, References
+from dcpc.verify.references import PlainOutcomes, Reference
 
 # In float64 throughout a constant that the trace rounded to the model's dtype is another number
 # than the plain model's, which never rounded it. Such differences are smaller than this.
@@ -51,7 +51,7 @@ _REPORT = "report this with the model, it is a defect of dcpc; verify='off' trai
 class Comparisons:
     """Compares dcpc's graphs and calls of one model with it."""
 
-    def __init__(self, references: References, thorough: bool) -> None:
+    def __init__(self, references: PlainOutcomes, thorough: bool) -> None:
         self.references, self._thorough = references, thorough
         self.lines: list[str] = []
         self._done: set[int] = set()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from dcpc.codegen import LoweredPair
-from dcpc.fx.graphs import source_line
+from dcpc.fx.large_graphs import source_line
 from dcpc.ir import Partition, Program
 from dcpc.verify.compare import Given
 from dcpc.verify.exactness import LIMIT

@@ -59,7 +59,7 @@ def _filled(x: Tensor, shape: tuple[int, ...], value: int | float) -> Tensor:
     return found
 
 
-class References:
+class PlainOutcomes:
     """Computes the plain model's outcomes at the points of each trace.
 
     Attributes:

@@ -28,7 +28,7 @@ from dcpc.verify.compare import Make
 from dcpc.verify.comparisons import Comparisons
 from dcpc.verify.inputs import counts, lowest
 from dcpc.verify.points import Point
-from dcpc.verify.references import LEAST_S, Inputs, References
+from dcpc.verify.references import LEAST_S, Inputs, PlainOutcomes
 
 # What "auto" has begun when this share of what compiling took before is spent ends within a tenth
 # of it, or within `LEAST_S`.
@@ -62,7 +62,7 @@ class Verifier:
     def __init__(self, model: nn.Module, buckets: Buckets, planned: Planned, mode: str) -> None:
         """Stores the model and its plans; compares nothing yet."""
         self.model, self.planned, self.mode = model, planned, mode
-        self.references = References(model, buckets, planned, unbounded=mode == "full")
+        self.references = PlainOutcomes(model, buckets, planned, unbounded=mode == "full")
         self._compared = Comparisons(self.references, thorough=mode == "full")
         self.lines = self._compared.lines
         self.postponed_s: float | None = None

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import dcpc
-from dcpc.fx.torch_api.collectives import GATHER
+from dcpc.fx.torch_api.torch_collectives import GATHER
 from tests.cases.asks import PAD, TEXT, Texts, entry, far, gpt, labels_that_count, plain_step, whole
 from tests.cases.exactness import SPLITTING
 from tests.cases.launch import run_ranks

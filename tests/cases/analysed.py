@@ -10,7 +10,7 @@ import torch
 
 from dcpc.buckets import Buckets
 from dcpc.ir import NodePlacement, Program
-from dcpc.passes.placement.model import PlacementModel
+from dcpc.passes.placement.node_options import PlacementModel
 from dcpc.passes.placement.objective import Objective
 from dcpc.passes.sharding.sharding import Sharding, analyse
 from dcpc.symbolic_profile import Device, Link

@@ -23,7 +23,7 @@ from dcpc.codegen import Library, Tracer
 from dcpc.codegen.joint.joint import Joint
 from dcpc.codegen.lower.lower import Lowered
 from dcpc.fx.fakes import telling
-from dcpc.fx.graphs import LazyGraphModule, without_unused
+from dcpc.fx.large_graphs import LazyGraphModule, without_unused
 
 SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # their operand
 

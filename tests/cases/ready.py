@@ -22,7 +22,7 @@ from unittest import mock
 from torch import nn
 
 import dcpc
-from dcpc.api import compiling, plans
+from dcpc.api import compiling, plan_model
 from dcpc.api.search import Traces
 from dcpc.buckets import BATCH
 from dcpc.plan.options import CompileOptions, PlanOptions
@@ -46,7 +46,7 @@ def traced_once() -> Iterator[None]:
             kept.append((asked, *found))
         return found[0]
 
-    with mock.patch.object(plans, "Traces", made):
+    with mock.patch.object(plan_model, "Traces", made):
         yield
 
 
@@ -97,12 +97,12 @@ class Ready:
         self._keeper = Keeper()
         given = CompileOptions(**options)
         told = given.planned_for(world)
-        with self._keeper.around(plans):
+        with self._keeper.around(plan_model):
             if given.pipeline is None:
-                self._graphs(plans.plan_with(model, buckets, told), given)
+                self._graphs(plan_model.plan_with(model, buckets, told), given)
             else:
                 assert isinstance(given.pipeline, int), "auto prices both kinds"
-                plans.cut_with(model, buckets, told, given.pipeline)
+                plan_model.cut_with(model, buckets, told, given.pipeline)
 
     def compile(self) -> dcpc.CompiledModel:
         """Returns what `dcpc.compile` makes on this rank, which does not plan anew."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from dcpc.codegen import bind_group
 from dcpc.codegen.collectives.collectives import wire_log
 from dcpc.commands.check.split import SplitModel
-from dcpc.fx.torch_api.collectives import GATHER
+from dcpc.fx.torch_api.torch_collectives import GATHER
 from dcpc.passes.sharding.attention_ways import attentions, lowering_of
 from dcpc.plan.traced import group_name
 from dcpc.runtime.groups.local_ranks import run_ranks

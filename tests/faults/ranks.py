@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 import dcpc
 from dcpc.errors import CheckpointError, DcpcError
-from dcpc.fx.torch_api.collectives import GATHER
+from dcpc.fx.torch_api.torch_collectives import GATHER
 from dcpc.runtime.checkpoint import checkpoints, tensors
 from dcpc.runtime.data import cuts
 from dcpc.runtime.groups import relay

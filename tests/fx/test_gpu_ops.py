@@ -114,7 +114,7 @@ CALLS = {
 }
 # Name -> how that is met.
 DIFFERENT = {
-    "layer_norm": "its statistics are float32: `layouts.py`, `dense.py`",
+    "layer_norm": "its statistics are float32: `layout_keys.py`, `dense.py`",
     "attention": "`dcpc::attention` on any device",
     "dropout": "numbers of a seed on any device",
     "channel_shuffle": "one kernel on the CPU, views and a copy there: neither keeps anything",

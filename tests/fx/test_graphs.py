@@ -3,7 +3,7 @@
 from torch import fx
 
 import dcpc
-from dcpc.fx.graphs import source_line
+from dcpc.fx.large_graphs import source_line
 
 
 def test_source_line_passes_over_what_torch_generates():

@@ -186,8 +186,13 @@ ALONE: dict[str, Callable[[], None]] = {
         _train, _gpt, host="1GB", away="parameters", loader={"device": "cpu"}
     ),
     "parameters away, Inductor": partial(
-        _train, _gpt, disk="/tmp:1GB", away="activations,parameters", backend="inductor",
-        recompute="all", loader={"device": "cpu"},
+        _train,
+        _gpt,
+        disk="/tmp:1GB",
+        away="activations,parameters",
+        backend="inductor",
+        recompute="all",
+        loader={"device": "cpu"},
     ),
     "outputs": _outputs,
     "checkpoint": _checkpoint,

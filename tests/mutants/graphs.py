@@ -186,7 +186,7 @@ CACHES = [
         "recipe = next((r for r in self.made if r[0] == recipe[0]), recipe)\n"
         "    if recipe not in self.made:")),
     _cache("pieces of any two roles are one", setting="zigzag 2", plant=edited(
-        "codegen.lower.integer_inputs:IntegerInputs.piece", "self.pieces[factor.key, role]",
+        "codegen.lower.integer_inputs:IntegerNodes.piece", "self.pieces[factor.key, role]",
         "self.pieces[factor.key, \"start\" if role == \"second\" else role]")),
     _cache("a ring's route of other limits", setting="marked ring 2", plant=edited(
         "ops.ring_route:route", "sees(q, k, before, after)", "sees(q, k, 0, 0)")),

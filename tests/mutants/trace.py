@@ -57,11 +57,11 @@ TRACE = [
         "trace.canonical.attention:_fill", "aten.masked_fill.Scalar: (0, 1, 2, False)",
         "aten.masked_fill.Scalar: (0, 1, 2, True)")),
     _trace("dropout scales by p", setting="dropout", quick=True, plant=edited(
-        "trace.canonical.random:_kept", "1.0 / (1.0 - p)", "1.0 / p")),
+        "trace.canonical.seeded:_kept", "1.0 / (1.0 - p)", "1.0 / p")),
     _trace("dropout keeps what it drops", setting="dropout", plant=edited(
-        "trace.canonical.random:_kept", "aten.ge.Scalar", "aten.lt.Scalar")),
+        "trace.canonical.seeded:_kept", "aten.ge.Scalar", "aten.lt.Scalar")),
     _trace("what is dropped stays", setting="dropout", plant=edited(
-        "trace.canonical.random:_kept", "kept, scaled, zero)", "kept, scaled, x)")),
+        "trace.canonical.seeded:_kept", "kept, scaled, zero)", "kept, scaled, x)")),
     _trace("attention to one key is the key", setting="video", plant=edited(
         "trace.canonical.single_key:attention_of_one_key",
         "tuple(map(str, value.shape)):\n        return v",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dcpc
-from dcpc.commands.simulate.costs import of_planned
+from dcpc.commands.simulate.model_rows import of_planned
 from dcpc.errors import PlanError
 from dcpc.plan.planning import Planned
 from dcpc.runtime.planner.plans import rounds_of

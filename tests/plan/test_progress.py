@@ -5,7 +5,7 @@ import time
 
 from rich.console import Console
 
-from dcpc.plan.progress import during, shown, tracked
+from dcpc.plan.progress_bar import during, shown, tracked
 
 
 def text_of(terminal: bool, wait_s: float, asked: bool = True) -> str:

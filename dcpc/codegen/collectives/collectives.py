@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dcpc.errors import CodegenError
-from dcpc.fx.torch_api.collectives import all_gather_single
+from dcpc.fx.torch_api.torch_collectives import all_gather_single
 from dcpc.ops.arguments import arguments
 from dcpc.ops.pieces import Run, runs
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from dcpc.codegen.collectives.collectives import group_named, on_wire, wire_log
 from dcpc.codegen.collectives.resident import fetched
 from dcpc.errors import GroupError
-from dcpc.fx.torch_api.collectives import all_gather_single
+from dcpc.fx.torch_api.torch_collectives import all_gather_single
 from dcpc.ops.bundles import messages
 
 ROWS_GROUP = "rows"  # name in graphs of the group of ranks that shard parameters

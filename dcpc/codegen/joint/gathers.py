@@ -259,7 +259,7 @@ class Gathering:
         return self._call(owner, operator.getitem, (node, position), (), value, storage)
 
 
-class Turns:
+class GatherOrder:
     """The order of gathers and sums, kept while the backward is scheduled.
 
     Args:

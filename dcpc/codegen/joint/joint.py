@@ -28,8 +28,8 @@ from dcpc.codegen.joint.tape import Op, Piece
 from dcpc.codegen.lower.integer_inputs import IntegerInput, quotients_in
 from dcpc.codegen.lower.lower import Lowered
 from dcpc.errors import CodegenError
-from dcpc.fx.graphs import LazyGraphModule, without_unused
 from dcpc.fx.integers import Emitter
+from dcpc.fx.large_graphs import LazyGraphModule, without_unused
 from dcpc.fx.leaves import is_symbolic, leaf_key
 from dcpc.ir import GatherUnits, Program
 

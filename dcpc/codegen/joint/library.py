@@ -124,7 +124,7 @@ class Library:
             with _named(call, values):
                 return Piece(self.mode, self._table, call, *values, wants, self._gpu)
 
-        pattern = _Pattern()
+        pattern = _CallShape()
         alike = self._alike.setdefault((call, pattern.of(values), *wants), [])
         for piece, symbols in alike:
             names = dict(zip(symbols, pattern.symbols, strict=True))
@@ -195,7 +195,7 @@ def _value(leaf: Any) -> Any:
     return leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf
 
 
-class _Pattern:
+class _CallShape:
     """The structure of a call, equal for calls that differ only in the names of symbols."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from dcpc.codegen.away.leaving import STANDS_FOR
 from dcpc.codegen.joint.gathers import ROW_CALLS
-from dcpc.fx.graphs import LazyGraphModule
+from dcpc.fx.large_graphs import LazyGraphModule
 from dcpc.ir import DividedBackward, Partition, Schedule
 
 

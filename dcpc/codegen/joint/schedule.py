@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from dcpc.codegen.joint.gathers import ROW_CALLS, Turns, UnitNodes
+from dcpc.codegen.joint.gathers import ROW_CALLS, GatherOrder, UnitNodes
 from dcpc.codegen.joint.joint import Joint
 from dcpc.codegen.joint.position_tables import VIEWS, before_views, made_of_positions, small_tables
 from dcpc.errors import CodegenError
@@ -148,13 +148,13 @@ class Scheduler:
                 found |= {u for u in reads if u.name in self._names and u.target not in VIEWS}
         return found
 
-    def _run(self, made_again: frozenset[str]) -> _Backward:
+    def _run(self, made_again: frozenset[str]) -> _BackwardCalls:
         units, gathers = self._units, self._gathers
         given = self._reads, self._tangents, self._always, made_again
         if units is None:
-            return _Backward(*given)
+            return _BackwardCalls(*given)
         again = self._gather_again(made_again)
-        return _Gathering(*given, units, gathers, frozenset(self._backward), again)
+        return _GatheringCalls(*given, units, gathers, frozenset(self._backward), again)
 
     def _needed(
         self, calls: Sequence[fx.Node], outputs: Sequence[fx.Node]
@@ -169,7 +169,7 @@ class Scheduler:
         return tuple(reversed(kept)), read
 
 
-class _Backward:
+class _BackwardCalls:
     """The calls of backward while it is built.
 
     Attributes:
@@ -215,7 +215,7 @@ class _Backward:
         """Does nothing; a hook after the last call."""
 
 
-class _Gathering(_Backward):
+class _GatheringCalls(_BackwardCalls):
     """A backward that also gathers parameters and sums their gradients, in the common order."""
 
     def __init__(
@@ -230,7 +230,7 @@ class _Gathering(_Backward):
         again: Set[int],
     ) -> None:
         super().__init__(reads, tangents, always, made_again)
-        self._turns = Turns(units, nodes, backward, self._done, again)
+        self._turns = GatherOrder(units, nodes, backward, self._done, again)
 
     def need(self, node: fx.Node) -> None:
         """Makes a value available; gathers a parameter if its turn can come now."""

@@ -94,7 +94,7 @@ def quotients_in(program: Program) -> list[sympy.Expr]:
     return sorted(quotients, key=sympy.default_sort_key)
 
 
-class IntegerInputs:
+class IntegerNodes:
     """The integer inputs of a graph under construction, and the nodes computed from them.
 
     Args:

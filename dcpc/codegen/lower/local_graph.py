@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from dcpc.codegen.collectives.collectives import DimSplit
-from dcpc.codegen.lower.integer_inputs import IntegerInputs
+from dcpc.codegen.lower.integer_inputs import IntegerNodes
 from dcpc.ir import REPLICATED, Factor, Label, Placement, Program
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ class LocalGraph:
         for node in program.gm.graph.nodes:
             if node.op == "placeholder":
                 self.values[node.name, REPLICATED] = self.graph.placeholder(node.name)
-        self.integers = IntegerInputs(program, placement, self.graph, any_degree)
+        self.integers = IntegerNodes(program, placement, self.graph, any_degree)
 
     # ----------------------------------------------------------------------------------- sizes
 

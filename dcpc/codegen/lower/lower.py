@@ -20,7 +20,7 @@ from dcpc.codegen.lower.integer_inputs import COMMON, IntegerInput
 from dcpc.codegen.lower.local_graph import LocalGraph
 from dcpc.codegen.lower.local_ops import LOCAL
 from dcpc.codegen.lower.output_pieces import returned_label
-from dcpc.fx.graphs import LazyGraphModule, without_unused
+from dcpc.fx.large_graphs import LazyGraphModule, without_unused
 from dcpc.ir import WHOLE_GRADIENT, Placement, Program, call_of, is_tuple, tensor_operands
 
 MOST_RANKS = 8  # ranks of a group whose sizes are compared

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from dcpc.buckets import BATCH
-from dcpc.fx.graphs import called_on_cpu
+from dcpc.fx.large_graphs import called_on_cpu
 from dcpc.ir import MaskDecision, MaskPlan, Program
 from dcpc.ops.attention import hiding
 

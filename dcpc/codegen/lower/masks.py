@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_map
 
-from dcpc.fx.graphs import without_unused
+from dcpc.fx.large_graphs import without_unused
 from dcpc.ir import MaskPlan, Program, Recipe, TensorInfo
 
 aten = torch.ops.aten

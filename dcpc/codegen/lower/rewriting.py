@@ -11,8 +11,8 @@ import sympy
 import torch
 from torch import fx
 
-from dcpc.fx.graphs import without_unused
 from dcpc.fx.integers import Emitter
+from dcpc.fx.large_graphs import without_unused
 from dcpc.ir import Factor, Program, TensorInfo, call_of, is_tuple
 
 aten = torch.ops.aten

@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from dcpc.codegen.lower.rewriting import RESIZED, RowRewriting, Shape
-from dcpc.fx.graphs import LazyGraphModule
 from dcpc.fx.integers import Emitter
+from dcpc.fx.large_graphs import LazyGraphModule
 from dcpc.ir import Program, TensorInfo, TileRegion, tensor_operands
 from dcpc.ops.tiled import Tiling, tiled
 

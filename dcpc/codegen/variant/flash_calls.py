@@ -44,7 +44,7 @@ def spell_attention(graph: fx.Graph, mode: FakeTensorMode, present: Set[sympy.Sy
     for node in [*graph.nodes]:
         if node.target not in (FORWARD, BACKWARD):
             continue
-        call = _KernelCall(node)
+        call = _FlashCall(node)
         if call.is_kernels(present):
             # Values that learn have their flag in the graph; torch's kernel refuses such a mask.
             with graph.inserting_before(node), mode, torch.no_grad():
@@ -61,7 +61,7 @@ def _read_instead(node: fx.Node, results: Sequence[fx.Node]) -> None:
     node.graph.erase_node(node)
 
 
-class _KernelCall:
+class _FlashCall:
     """A call of attention in a graph."""
 
     def __init__(self, node: fx.Node) -> None:

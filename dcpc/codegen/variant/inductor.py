@@ -30,7 +30,7 @@ from torch._subclasses import FakeTensorMode
 from dcpc.codegen.variant.boxed import Boxed
 from dcpc.codegen.variant.flash_calls import FLASH, FLASH_BACKWARD, spell_attention
 from dcpc.errors import CodegenError
-from dcpc.fx.torch_api.inductor import CAN_FUSE, LAYOUTS, LOWERINGS, SUMS, WAIT, settings
+from dcpc.fx.torch_api.torch_inductor import CAN_FUSE, LAYOUTS, LOWERINGS, SUMS, WAIT, settings
 
 log = logging.getLogger(__name__)
 

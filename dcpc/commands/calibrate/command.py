@@ -17,7 +17,7 @@ from dcpc.commands.shared.factories import check_writable, load_example, load_lo
 from dcpc.commands.shared.options import Autocast, Backend, BucketFile, Factory, LossName, offered
 from dcpc.errors import PlanError, check_choice
 from dcpc.plan.options import autocast_of
-from dcpc.plan.progress import during
+from dcpc.plan.progress_bar import during
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.local_ranks import run_ranks
 from dcpc.symbolic_profile import Calibration, as_text, headed

@@ -14,7 +14,7 @@ from dcpc.buckets import BATCH, Buckets, Sizes
 from dcpc.commands.check.verdict import Verdict, compare, prepare, refuse_untraced
 from dcpc.commands.shared.factories import load_example, load_loss, load_model, with_loss
 from dcpc.errors import BucketError, PlanError
-from dcpc.plan.progress import during
+from dcpc.plan.progress_bar import during
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.local_ranks import run_ranks
 from dcpc.verify.exactness import EXACT

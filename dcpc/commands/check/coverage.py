@@ -11,7 +11,7 @@ from torch import fx
 
 from dcpc.buckets import BATCH, Sizes
 from dcpc.commands.check.split import SplitModel
-from dcpc.fx.graphs import source_line
+from dcpc.fx.large_graphs import source_line
 from dcpc.ir import WHOLE_GRADIENT, tensor_operands
 from dcpc.ops.pieces import piece
 

@@ -12,7 +12,7 @@ from dcpc.ir import BucketPlan
 from dcpc.plan.choose import TriedRow, choice_text, least_needed
 from dcpc.plan.options import block_of, degrees
 from dcpc.plan.planning import Planned, PlanRequest, plan_buckets
-from dcpc.plan.progress import during, tracked
+from dcpc.plan.progress_bar import during, tracked
 from dcpc.symbolic_profile import as_text, bytes_text, headed
 
 # More ranks are tried in powers of two, up to so many times those that were asked for.

@@ -14,7 +14,7 @@ from dcpc.ir import BucketPlan
 from dcpc.plan.choose import degree_changes
 from dcpc.plan.options import degrees
 from dcpc.plan.planning import Planned, PlanRequest, plan_buckets
-from dcpc.plan.progress import tracked
+from dcpc.plan.progress_bar import tracked
 from dcpc.symbolic_profile import as_text, bytes_text, seconds_text
 from dcpc.trace import casting
 

@@ -15,7 +15,7 @@ import typer
 from dcpc.commands.shared.factories import load_loss
 from dcpc.errors import DcpcError
 from dcpc.plan.options import PlanOptions, commanded
-from dcpc.plan.progress import shown
+from dcpc.plan.progress_bar import shown
 
 Factory = Annotated[
     str,

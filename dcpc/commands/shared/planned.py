@@ -18,7 +18,7 @@ from dcpc.compiled.pipeline import CutModel
 from dcpc.errors import BucketError, PlanError, TraceError
 from dcpc.plan.options import PlanOptions
 from dcpc.plan.planning import Planned
-from dcpc.plan.progress import during
+from dcpc.plan.progress_bar import during
 
 T = TypeVar("T")
 

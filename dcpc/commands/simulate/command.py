@@ -12,8 +12,8 @@ from pathlib import Path
 
 from dcpc.buckets import Bucket
 from dcpc.commands.shared.factories import writing
-from dcpc.commands.simulate.costs import of_planned, tokens_of
 from dcpc.commands.simulate.formula import LinearCost, longest_that_fits
+from dcpc.commands.simulate.model_rows import of_planned, tokens_of
 from dcpc.commands.simulate.outcome import SimulatedOutcome, of_batches, of_steps, outcomes_text
 from dcpc.commands.simulate.packers import planners, plans_of
 from dcpc.commands.simulate.pipeline import draw_pipeline, pipeline_trace, said
@@ -32,7 +32,7 @@ from dcpc.commands.simulate.workload import (
 from dcpc.compiled.pipeline import CutModel, stages_report
 from dcpc.errors import PlanError
 from dcpc.plan.planning import Planned
-from dcpc.plan.progress import tracked
+from dcpc.plan.progress_bar import tracked
 from dcpc.symbolic_profile import Device
 
 RANK_TOKENS = 16_384  # of a step, by default

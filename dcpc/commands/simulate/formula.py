@@ -14,7 +14,7 @@ from dcpc.buckets import Bucket, Sizes
 from dcpc.errors import PlanError
 from dcpc.ir import PlanRow
 from dcpc.runtime.planner.own_lengths import OwnLengths
-from dcpc.runtime.planner.packed.planning import PackedPrices
+from dcpc.runtime.planner.packed.bins import PackedPrices
 from dcpc.runtime.planner.plans import StepPlan
 from dcpc.runtime.planner.step_planner import plan_rows
 from dcpc.runtime.planner.table import PlanTable

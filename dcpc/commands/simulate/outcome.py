@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dcpc.commands.simulate.costs import ModelCosts
+from dcpc.commands.simulate.model_rows import ModelCosts
 from dcpc.commands.simulate.timeline import StepTimeline, of_step
 from dcpc.runtime.planner.plans import StepPlan, rounds, step_plan
 from dcpc.symbolic_profile import as_text, bytes_text, headed, seconds_text

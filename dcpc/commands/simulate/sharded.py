@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from dcpc.buckets import Bucket
-from dcpc.commands.simulate.costs import ModelCosts, SimRow
+from dcpc.commands.simulate.model_rows import ModelCosts, SimRow
 from dcpc.commands.simulate.workload import Epoch
 from dcpc.runtime.planner.plans import StepPlan, step_plan
 from dcpc.runtime.planner.step_planner import plan_step

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from dcpc.buckets import Bucket
 from dcpc.commands.simulate import videosys
-from dcpc.commands.simulate.costs import ModelCosts, SimRow, cheapest, run_of
+from dcpc.commands.simulate.model_rows import ModelCosts, SimRow, cheapest, run_of
 from dcpc.commands.simulate.packers import best_fit
 from dcpc.commands.simulate.sharded import fixed_degree, flexsp_rounds
 from dcpc.commands.simulate.workload import Epoch

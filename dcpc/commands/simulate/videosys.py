@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dcpc.buckets import Bucket
-from dcpc.commands.simulate.costs import ModelCosts, SimRow
+from dcpc.commands.simulate.model_rows import ModelCosts, SimRow
 from dcpc.runtime.planner.plans import PlannedMicroBatch, StepPlan, step_plan
 
 Mode = Literal["intra", "inter", "pac"]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcpc.buckets import MAX_SIZE, Bucket
-from dcpc.commands.simulate.costs import tokens_of
+from dcpc.commands.simulate.model_rows import tokens_of
 from dcpc.errors import PlanError
 
 

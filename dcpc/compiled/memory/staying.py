@@ -13,9 +13,9 @@ from dcpc.buckets import BATCH, Bucket
 from dcpc.codegen import Resident, kept_after
 from dcpc.plan.planning import Planned, run_bytes
 from dcpc.runtime.parameters.store import ParameterStore
-from dcpc.runtime.planner.plans import PlannedMicroBatch, Setting
+from dcpc.runtime.planner.plans import PlannedMicroBatch, RowSetting
 
-SettingOf: TypeAlias = Callable[[PlannedMicroBatch], Setting]
+SettingOf: TypeAlias = Callable[[PlannedMicroBatch], RowSetting]
 Again: TypeAlias = Callable[[PlannedMicroBatch], Set[int]]
 
 
@@ -37,7 +37,7 @@ class StayingUnits:
         assert units is not None, "what is away is gathered"
         self.size_bytes = [sum(int(info[n].size_bytes) for n in unit) for unit in units.units]
         self._firsts = [unit[0] for unit in units.units]
-        self._free: dict[tuple[Bucket, Bucket, int, Setting], int] = {}
+        self._free: dict[tuple[Bucket, Bucket, int, RowSetting], int] = {}
 
     def uses(self, rounds: Sequence[Sequence[PlannedMicroBatch]]) -> tuple[list[int], list[float]]:
         """Returns the unit of each use in a step's rounds, and the bytes that others may take then.

@@ -22,7 +22,7 @@ from dcpc.plan.planning import Planned, plan_buckets
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import from_first
 from dcpc.runtime.groups.groups import Groups
-from dcpc.runtime.planner.plans import PlannedMicroBatch, Setting
+from dcpc.runtime.planner.plans import PlannedMicroBatch, RowSetting
 from dcpc.runtime.step.result import StepResult
 from dcpc.runtime.step.shortage import OutOfMemoryInStepError, Shortage
 from dcpc.symbolic_profile import bytes_text, recompute_text
@@ -59,7 +59,7 @@ class TighterPlans:
     budgets: dict[Bucket, int] = field(default_factory=dict)
     counts: dict[Bucket, int] = field(default_factory=dict)
     changes: int = 0
-    _least: set[tuple[Bucket, Setting]] = field(default_factory=set)  # failed in this step
+    _least: set[tuple[Bucket, RowSetting]] = field(default_factory=set)  # failed in this step
 
     def run(self, step: Step, attempt: Callable[[Step], StepResult]) -> tuple[Step, StepResult]:
         """Returns the step as it ran, and its result; collective over all ranks.
@@ -133,7 +133,7 @@ class TighterPlans:
         if mb.bucket not in self.budgets:
             return True
         rows = (self.plans[mb.bucket], *(r for r in self.tables[mb.bucket] if r.fits))
-        return _setting(mb) in {Setting(r.sp, r.micro_batch, r.menu_step) for r in rows}
+        return _setting(mb) in {RowSetting(r.sp, r.micro_batch, r.menu_step) for r in rows}
 
     def _again(self, step: Step, why: PlannedMicroBatch) -> Step:
         if step.again is None:
@@ -147,7 +147,7 @@ class TighterPlans:
             raise found.problem
         return found
 
-    def _tighten(self, bucket: Bucket, setting: Setting, cut: float, told: str) -> str:
+    def _tighten(self, bucket: Bucket, setting: RowSetting, cut: float, told: str) -> str:
         """Plans a bucket with less memory than a setting was to need; collective.
 
         Args:
@@ -216,15 +216,15 @@ class TighterPlans:
         return {}
 
 
-def _setting(mb: PlannedMicroBatch) -> Setting:
-    return Setting(mb.sp, mb.micro_batch, mb.menu_step)
+def _setting(mb: PlannedMicroBatch) -> RowSetting:
+    return RowSetting(mb.sp, mb.micro_batch, mb.menu_step)
 
 
-def _row_setting(row: TriedRow) -> Setting:
-    return Setting(row.sp, row.micro_batch, row.menu_step)
+def _row_setting(row: TriedRow) -> RowSetting:
+    return RowSetting(row.sp, row.micro_batch, row.menu_step)
 
 
-def _setting_text(setting: Setting, row: TriedRow | None) -> str:
+def _setting_text(setting: RowSetting, row: TriedRow | None) -> str:
     again = f"{setting.menu_step} steps of recompute"
     again = again if row is None else f"recompute {recompute_text(row)}"
     return f"sp {setting.sp}, micro-batch {setting.micro_batch}, {again}"

@@ -10,7 +10,7 @@ from torch import nn
 from dcpc.buckets import Bucket, Buckets
 from dcpc.compiled.agreed_state import AgreedState
 from dcpc.compiled.dispatch import Dispatch
-from dcpc.compiled.editions import Edition, Editions, Prepare
+from dcpc.compiled.editions import Edition, EditionCache, Prepare
 from dcpc.compiled.materialize import memory_of, on_meta
 from dcpc.compiled.memory.tighter import TighterPlans
 from dcpc.compiled.seeds import Seeds
@@ -94,7 +94,7 @@ class ModelCore:
             return dispatch
 
         first = Edition.of(model, buckets, planned, verifier, self.dispatch)
-        self.editions = Editions(model, first, prepare, make, groups.device.type)
+        self.editions = EditionCache(model, first, prepare, make, groups.device.type)
         self.agreed = AgreedState(model, planned, groups)
 
     def hold(self, store: ParameterStore) -> None:

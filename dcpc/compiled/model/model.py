@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from dcpc.compiled.model.core import ModelCore
 from dcpc.compiled.model.handed import handed, shown
 from dcpc.compiled.model.insight import ModelInsight
+from dcpc.compiled.model.model_runs import ModelRuns
+from dcpc.compiled.model.model_state import ModelSaving
 from dcpc.compiled.model.running import ModelExecution
-from dcpc.compiled.model.saving import ModelSaving
-from dcpc.compiled.model.steps import ModelRuns
 from dcpc.errors import CheckpointError, DispatchError, bare
 from dcpc.plan.planning import Planned
 from dcpc.verify import Verifier

@@ -12,19 +12,20 @@ from torch import nn
 from dcpc.buckets import Fixed, Sizes
 from dcpc.compiled.pipeline.borders import common_borders, homes_of
 from dcpc.compiled.pipeline.chain import CallChain, chain_of
-from dcpc.compiled.pipeline.costs import (
+from dcpc.compiled.pipeline.model_stage import ModelStage, StageState
+from dcpc.compiled.pipeline.stage_costs import (
     MixedBucket,
     ProgramCosts,
     StageDevice,
     mixed_costs,
     mixture_dims,
 )
-from dcpc.compiled.pipeline.model_stage import ModelStage, StageState
 from dcpc.compiled.pipeline.stages import ProgramStage, stages_of
 from dcpc.errors import PlanError
-from dcpc.passes.stages.costs import StageCut
+from dcpc.passes.stages.cut_costs import StageCut
 from dcpc.passes.stages.mixture import best_cut
 from dcpc.plan.runnable import Runnable
+from dcpc.plan.traced import Traced
 from dcpc.runtime.pipeline.stage import Shaped
 from dcpc.symbolic_profile import OptimizerMemory, bytes_text
 
@@ -79,15 +80,13 @@ def plan_stages(
         PlanError: no cut fits, or the traces cannot be cut into so many stages at the same places.
     """
     own = [[b for b in mixture if b.trace == t] for t in range(len(runnables))]
-    fixed = [runnable.traced.program.fixed for runnable in runnables]
     traces = [runnable.traced for runnable in runnables]
     dims = [mixture_dims(v.program, buckets) for v, buckets in zip(traces, own, strict=True)]
     chains = [chain_of(v.program, each) for v, each in zip(traces, dims, strict=True)]
     places = common_borders(traces, chains, dims)
     if all_devices and places.most_stages < len(devices):
-        raise _too_few(places.most_stages, len(devices), fixed)
-    pairs = zip(runnables, chains, strict=True)
-    costs = [ProgramCosts(runnable, chain, sp) for runnable, chain in pairs]
+        raise _too_few(places.most_stages, len(devices), [v.program.fixed for v in traces])
+    costs = [ProgramCosts(v, chain, sp) for v, chain in zip(runnables, chains, strict=True)]
     counts = Counter(devices)
     kinds = [*counts]
     room = {kind: kind for kind in kinds}  # what the search is told of each
@@ -95,14 +94,7 @@ def plan_stages(
         told = [(room[kind], counts[kind]) for kind in kinds]
         cut = best_cut(mixed_costs(costs, places.array, mixture, told, all_devices))
         borders = tuple(places.at[place] for place in cut.borders)
-        homes = homes_of(traces, chains, borders)
-        programs = [
-            stages_of(v, model, chain, [at[t] for at in borders], sp, homes[t])
-            for t, (v, chain) in enumerate(zip(traces, chains, strict=True))
-        ]
-        stages = tuple(
-            ModelStage(dict(zip(fixed, each, strict=True))) for each in zip(*programs, strict=True)
-        )
+        stages = _stages_at(borders, traces, chains, model, sp)
         fitted = [
             _fitted(stage, kinds[k], mixture) for stage, k in zip(stages, cut.kinds, strict=True)
         ]
@@ -114,12 +106,35 @@ def plan_stages(
             numbers = _numbers(devices, kinds, cut)
             return StagePlan(stages, cut, borders, numbers, steps, needed, tuple(chains))
         room = {k: replace(m, memory_bytes=m.memory_bytes - over[k]) for k, m in room.items()}
-    least = max(n for _, n in fitted)
-    raise PlanError(
-        f"stages: got {bytes_text(int(least))} on the fullest of {len(stages)} stages with all "
-        f"recompute; expected at most {bytes_text(int(min(k.memory_bytes for k in kinds)))}; add "
-        "devices or memory, or lower the largest shape"
+    raise _none_fits(max(n for _, n in fitted), kinds, len(stages))
+
+
+def _none_fits(needed_bytes: int, kinds: Sequence[StageDevice], stages: int) -> PlanError:
+    """Returns the error that a stage needs more memory than there is, however it is cut."""
+    most_bytes = min(k.memory_bytes for k in kinds)
+    return PlanError(
+        f"stages: got {bytes_text(int(needed_bytes))} on the fullest of {stages} stages with all "
+        f"recompute; expected at most {bytes_text(int(most_bytes))}; add devices or memory, or "
+        "lower the largest shape"
     )
+
+
+def _stages_at(
+    borders: Sequence[tuple[int, ...]],
+    traces: Sequence[Traced],
+    chains: Sequence[CallChain],
+    model: nn.Module,
+    sp: int,
+) -> tuple[ModelStage, ...]:
+    """Returns the stages of a model that is cut at these borders of each trace's chain."""
+    homes = homes_of(traces, chains, borders)
+    programs = [
+        stages_of(v, model, chain, [at[t] for at in borders], sp, homes[t])
+        for t, (v, chain) in enumerate(zip(traces, chains, strict=True))
+    ]
+    fixed = [v.program.fixed for v in traces]
+    every = zip(*programs, strict=True)
+    return tuple(ModelStage(dict(zip(fixed, each, strict=True))) for each in every)
 
 
 def _too_few(most: int, stages: int, fixed: Sequence[Fixed]) -> PlanError:

@@ -42,7 +42,7 @@ class PartCosts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Parts:
+class _BackwardParts:
     """The two parts of a schedule's backward.
 
     Attributes:
@@ -61,7 +61,7 @@ class _Parts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Priced:
+class _UnfoldedGraph:
     """A placement's graph, with all of its blocks: a fold has no second part.
 
     Attributes:
@@ -74,7 +74,7 @@ class _Priced:
     lowering: LoweredPair
     meter: Meter
     ledger: Ledger
-    parts: dict[int, _Parts | None]
+    parts: dict[int, _BackwardParts | None]
 
 
 class _Alive(NamedTuple):
@@ -86,7 +86,7 @@ class _Alive(NamedTuple):
     shared: int
 
 
-def _alive(meter: Meter, parts: _Parts, dims: Mapping[str, int], device: Device) -> _Alive:
+def _alive(meter: Meter, parts: _BackwardParts, dims: Mapping[str, int], device: Device) -> _Alive:
     kept, shared = (
         int(meter.calls(nodes, dims, device)[1].sum()) for nodes in (parts.kept, parts.shared)
     )
@@ -106,7 +106,7 @@ class StageParts:
     def __init__(self, runnable: Runnable, part: StageProgram) -> None:
         self._runnable, self._part = runnable, part
         self._runs: dict[int, tuple[Variant, DividedRun | None]] = {}
-        self._priced: dict[PlacementId, _Priced] = {}
+        self._priced: dict[PlacementId, _UnfoldedGraph] = {}
 
     def run(self, variant: Variant) -> DividedRun | None:
         """Returns both parts of a variant's backward; None: it has one."""
@@ -137,17 +137,19 @@ class StageParts:
             shared_bytes=found[0].shared,
         )
 
-    def _graph(self, placement: Placement) -> _Priced:
+    def _graph(self, placement: Placement) -> _UnfoldedGraph:
         traced = self._runnable.traced
         key = traced.id_of(placement)
         if key not in self._priced:
             lowering = traced.lowering(placement)
             ledger = Ledger(lowering.joint.names, placement.sp, gpu=traced.device.kernels_of)
             meter = Meter(ledger, [*lowering.joint.gm.graph.nodes])
-            self._priced[key] = _Priced(lowering, meter, ledger, {})
+            self._priced[key] = _UnfoldedGraph(lowering, meter, ledger, {})
         return self._priced[key]
 
-    def _divided(self, priced: _Priced, placement: Placement, menu_step: int) -> _Parts | None:
+    def _divided(
+        self, priced: _UnfoldedGraph, placement: Placement, menu_step: int
+    ) -> _BackwardParts | None:
         again = self._runnable.priced.made_again(placement, menu_step)
         schedule: Schedule = priced.lowering.schedule(again)
         read = self._part.read
@@ -172,7 +174,7 @@ class StageParts:
         )
         memories = _memories([n for n in kept if n.name not in fixed])
         sent = {g.meta["storage"][0] for n in first if (g := schedule.gradients[n]) is not None}
-        return _Parts(
+        return _BackwardParts(
             priced.ledger.costs(replace(schedule, backward=(*early, *late))),
             priced.ledger.costs(second),
             tuple(late),

@@ -8,20 +8,17 @@ are in no program of those between: they hand them on.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, TypeVar
 
 import sympy
 import torch
 from torch import fx
 
 from dcpc.compiled.pipeline.chain import CallChain
-from dcpc.fx.graphs import LazyGraphModule
+from dcpc.fx.large_graphs import LazyGraphModule
 from dcpc.ir import Program, TensorInfo
-
-_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,22 +146,17 @@ def _part(
     graph.output(tuple(by_name[n] for n in outputs))
     graph.lint()
     begins = tuple(i for i, n in enumerate(outputs) if program.info[n].requires_grad)
-    part = replace(
-        program,
+    part = program.only(
+        needed,
         gm=LazyGraphModule(torch.nn.Module(), graph),
-        parameters=_kept(program.parameters, needed),
-        buffers=_kept(program.buffers, needed),
-        constants=_kept(program.constants, needed),
         inputs=inputs,
-        info=_kept(program.info, needed),
-        scalars=_kept(program.scalars, needed),
         outputs=outputs,
         begins=begins,
         pieces=False,  # stages hand on whole values
-        zero_gradients=frozenset(program.zero_gradients & needed),
         graph_hash=f"{program.graph_hash} calls {chain.borders[low]} to {chain.borders[high]}",
     )
-    flowing = _kept(program.info, {*received, *sent})
+    ends = {*received, *sent}
+    flowing = {n: info for n, info in program.info.items() if n in ends}
     given = {name: program.info[p] for p, name in program.inputs.items()}
     return StageProgram(part, received, sent, flowing, given)
 
@@ -183,7 +175,3 @@ def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
     made = graph.create_node("placeholder", node.name, name=node.name)
     made.meta = dict(node.meta)
     return made
-
-
-def _kept(mapping: Mapping[str, _Value], names: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in mapping.items() if name in names}

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dcpc.buckets import BATCH, Sizes
-from dcpc.compiled.pipeline.costs import StageDevice
 from dcpc.compiled.pipeline.model_stage import ModelStage
+from dcpc.compiled.pipeline.stage_costs import StageDevice
 from dcpc.compiled.pipeline.work import pipeline_work
 from dcpc.runtime.pipeline.schedule import Hop, PipelineWork, StageCost
 
@@ -22,7 +22,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ScheduledStages:
-    """The costs of micro-batches on stages; a `runtime.pipeline.planning.PipelineCost`.
+    """The costs of micro-batches on stages; a `runtime.pipeline.replicas.PipelineCost`.
 
     Attributes:
         rows: copies of each stage, one for each setting of recompute, the fastest first; the

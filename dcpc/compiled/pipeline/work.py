@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dcpc.buckets import Sizes
-from dcpc.compiled.pipeline.costs import StageDevice
 from dcpc.compiled.pipeline.cut import handed_on_bytes, nbytes, passed_on_bytes
 from dcpc.compiled.pipeline.divided import PartCosts
 from dcpc.compiled.pipeline.model_stage import ModelStage, StageState
+from dcpc.compiled.pipeline.stage_costs import StageDevice
 from dcpc.compiled.pipeline.stages import ProgramStage
 from dcpc.runtime.pipeline.schedule import Hop, PipelineWork, StageCost
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from torch import Tensor
 
 from dcpc.buckets import BATCH, Sizes
-from dcpc.codegen.lower.unpad import apply_unpad, rows_name
+from dcpc.codegen.lower.unpad_rewriting import apply_unpad, rows_name
 from dcpc.compiled.unpadding.valid_rows import RowFinder, ValidRows
 from dcpc.ir import Placement, UnpadPlan
 from dcpc.passes.sharding.sharding import analyse

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dcpc.buckets import Sizes
 from dcpc.codegen.lower.lower import Lowered, lower
-from dcpc.codegen.lower.unpad import index_name
+from dcpc.codegen.lower.unpad_rewriting import index_name
 from dcpc.ir import Placement, RowCheck, UnpadPlan
 from dcpc.ops.attention import hiding
 from dcpc.plan.traced import Traced

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from dcpc.fx.fakes.made import empty, is_told
-from dcpc.fx.fakes.views import VIEW_OPS, view_result
+from dcpc.fx.fakes.view_fakes import VIEW_OPS, view_result
 from dcpc.fx.gpu_ops import is_asked
 from dcpc.fx.leaves import leaf_key, size_key
 from dcpc.fx.torch_api.tags import is_pointwise
@@ -84,7 +84,7 @@ def _pointwise(
         shape = _broadcast([t.shape for t in wide])
         plain = func in _ALWAYS_DENSE or kwargs.get("memory_format") == torch.contiguous_format
         order = [*range(len(shape))] if plain else _order(shape, wide)
-    except _UnknownError:
+    except _DependsOnSizesError:
         return None
     made = empty([shape[i] for i in order], _dtype_of(func, args, kwargs), *_place(wide[0]))
     if order == sorted(order):
@@ -92,7 +92,7 @@ def _pointwise(
     return made.permute([order.index(i) for i in range(len(order))])
 
 
-class _UnknownError(Exception):
+class _DependsOnSizesError(Exception):
     """Raised where the result depends on the values of the sizes."""
 
 
@@ -103,7 +103,7 @@ def _broadcast(shapes: Sequence[Sequence[Any]]) -> list[Any]:
         if len(sizes) > 1:
             sizes.pop(1, None)
         if len(sizes) > 1:
-            raise _UnknownError
+            raise _DependsOnSizesError
         found += sizes.values()
     return found
 
@@ -162,7 +162,7 @@ def _at_least(one: Any, other: Any) -> bool:
         return False
     if ratio.is_number:
         return bool(ratio > 1)
-    raise _UnknownError
+    raise _DependsOnSizesError
 
 
 def _dtype_of(

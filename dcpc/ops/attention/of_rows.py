@@ -32,7 +32,7 @@ from dcpc.ops.attention.spec import Attended, Sight, accumulated, empty_gradient
 Index = slice | Tensor
 
 
-class _Sample(NamedTuple):
+class _SampleRows(NamedTuple):
     """The valid rows of one sample.
 
     Attributes:
@@ -64,7 +64,7 @@ class _Sample(NamedTuple):
         into[:, :, queries, at] += found
 
 
-def _samples(rows: Tensor, length: int) -> Iterator[_Sample]:
+def _samples(rows: Tensor, length: int) -> Iterator[_SampleRows]:
     """Yields each sample of this length that has valid rows."""
     names, counts = torch.unique_consecutive(
         rows.div(length, rounding_mode="floor"), return_counts=True
@@ -75,7 +75,7 @@ def _samples(rows: Tensor, length: int) -> Iterator[_Sample]:
         at = rows[mine] - number * length
         low, high = int(at[0]), int(at[-1])
         run = high - low + 1 == count
-        yield _Sample(number, mine, slice(low, high + 1) if run else at)
+        yield _SampleRows(number, mine, slice(low, high + 1) if run else at)
         first += count
 
 

@@ -68,7 +68,7 @@ class Operands:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _RectangleParts:
     """The tensors of one rectangle."""
 
     kernel: str
@@ -81,7 +81,7 @@ class _Part:
     ids: Ids | None
 
 
-def _part(given: Operands, r: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> _Part:
+def _part(given: Operands, r: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> _RectangleParts:
     q = q[r.samples, :, r.rows]
     k, v = (x[r.samples, :, r.columns] for x in (k, v))
     mask, keep, ids = given.mask, given.keep, None
@@ -99,7 +99,7 @@ def _part(given: Operands, r: Rectangle, q: Tensor, k: Tensor, v: Tensor) -> _Pa
     )  # fmt: skip
     if kernel == "cuda" and not cuda.able(q, k, sight):
         kernel = "blocks"
-    return _Part(kernel, q, k, v, mask, keep, sight, ids)
+    return _RectangleParts(kernel, q, k, v, mask, keep, sight, ids)
 
 
 class Forward:
@@ -129,7 +129,7 @@ class Forward:
             self._add(_part(self._given, rectangle, self._q, k, v), rectangle)
         self._fresh = False
 
-    def _add(self, part: _Part, at: Rectangle) -> None:
+    def _add(self, part: _RectangleParts, at: Rectangle) -> None:
         shift = None
         if part.kernel == "cuda":
             out, lse = cuda.forward(part.q, part.k, part.v, part.sight)
@@ -249,7 +249,7 @@ class Backward:
         if self._averages:
             self._add_means(k, v, dk, dv)
 
-    def _gradients(self, part: _Part, at: Rectangle) -> tuple[Tensor, Tensor, Tensor]:
+    def _gradients(self, part: _RectangleParts, at: Rectangle) -> tuple[Tensor, Tensor, Tensor]:
         mine = at.samples, slice(None), at.rows
         grad, out, lse = self._grad[mine], self._out[mine], self._lse[(..., *mine)]
         given = Attended(grad, part.q, part.k, part.v, out, lse)

@@ -21,7 +21,7 @@ import sympy
 import torch
 from torch import fx
 
-from dcpc.fx.graphs import source_line
+from dcpc.fx.large_graphs import source_line
 from dcpc.ir import MaskDecision, MaskPlan, Program, Recipe
 from dcpc.ops.attention import hides
 from dcpc.passes.masks.mask_graph import MaskReader

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from dcpc.buckets import BATCH
-from dcpc.fx.graphs import op_name
+from dcpc.fx.large_graphs import op_name
 from dcpc.ir import Packable, Program
 from dcpc.passes.masks.row_graph import MixedError, RowGraph, segment_of
 from dcpc.passes.masks.row_inputs import InputAlone

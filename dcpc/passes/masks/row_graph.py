@@ -8,7 +8,7 @@ from functools import cached_property
 import sympy
 from torch import fx
 
-from dcpc.fx.graphs import source_line
+from dcpc.fx.large_graphs import source_line
 from dcpc.ir import Program
 from dcpc.passes.sharding.attention_ways import attentions
 from dcpc.passes.sharding.op_kinds import arguments

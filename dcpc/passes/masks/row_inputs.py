@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from dcpc.buckets import BATCH
-from dcpc.fx.graphs import called_on_cpu, op_name
+from dcpc.fx.large_graphs import called_on_cpu, op_name
 from dcpc.passes.masks.row_graph import MixedError, RowGraph, is_segment
 
 _SIZE, _SAMPLES = 11, 2  # length and number of the rows that are computed

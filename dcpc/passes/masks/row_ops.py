@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from dcpc.fx.graphs import op_name
+from dcpc.fx.large_graphs import op_name
 from dcpc.ir import call_of, tensor_operands
 from dcpc.passes.masks.row_graph import MixedError, RowGraph
 from dcpc.passes.sharding.op_kinds import arguments

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from dcpc.fx.graphs import op_name
+from dcpc.fx.large_graphs import op_name
 from dcpc.ir import Program
 from dcpc.passes.masks.mask_graph import MaskReader
 from dcpc.passes.masks.mask_values import Affine, Data, Truth, both, compared, either, negation

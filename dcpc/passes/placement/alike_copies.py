@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dcpc.ir import Fold
 from dcpc.passes.placement.choices import PlacementChoice, choice_of
-from dcpc.passes.placement.model import PlacementModel
+from dcpc.passes.placement.node_options import PlacementModel
 from dcpc.passes.placement.state_graph import Option
 
 FIRST, MIDDLE, LAST = range(3)
@@ -21,7 +21,7 @@ Reads = tuple[tuple[int, int], ...]  # (variable, position of the operand)
 
 
 @dataclass(frozen=True, slots=True)
-class _Shared:
+class _OuterValue:
     """A value from outside the middle copy that it reads; each label change is made once."""
 
     value: int
@@ -76,12 +76,12 @@ class AlikeCopies:
                 inside = self._reads(a, first), self._reads(b, middle)
                 yield _Handed((a, b), inside, (self._reads(a, middle), on))
 
-    def _find_shared(self, rows: Sequence[list[int]], own: set[int]) -> Iterator[_Shared]:
+    def _find_shared(self, rows: Sequence[list[int]], own: set[int]) -> Iterator[_OuterValue]:
         middle = {*rows[MIDDLE]}
         read = {s for v in middle for s in self.model.nodes.sources[v]}
         for value in read - own - {*rows[FIRST]}:
             before = self._reads(value, set(range(rows[MIDDLE][0])))
-            yield _Shared(value, self._reads(value, middle), before)
+            yield _OuterValue(value, self._reads(value, middle), before)
 
     def _reads(self, value: int, by: set[int]) -> Reads:
         return tuple(read for read in self._readers.get(value, ()) if read[0] in by)

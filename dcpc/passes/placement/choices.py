@@ -10,7 +10,7 @@ import numpy as np
 
 from dcpc.ir import OUTSIDE, Fold
 from dcpc.passes.placement.label_costs import FREE, WHOLE, Costs, Indices, Prices
-from dcpc.passes.placement.model import PlacementModel
+from dcpc.passes.placement.node_options import PlacementModel
 from dcpc.passes.placement.state_graph import REPLICATED, change_between
 from dcpc.passes.sharding.rule_types import is_ring
 

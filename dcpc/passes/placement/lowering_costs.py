@@ -16,7 +16,7 @@ import numpy as np
 from dcpc.buckets import Sizes
 from dcpc.ir import Program
 from dcpc.passes.placement.label_costs import Costs
-from dcpc.passes.placement.model import PlacementModel
+from dcpc.passes.placement.node_options import PlacementModel
 from dcpc.passes.placement.objective import Objective
 from dcpc.passes.placement.state_graph import Option, change_between
 from dcpc.passes.sharding.attention_ways import (

@@ -14,7 +14,7 @@ from dcpc.ir import Fold
 from dcpc.passes.placement.alike_copies import AlikeCopies
 from dcpc.passes.placement.choices import PlacementChoice, choice_of
 from dcpc.passes.placement.label_costs import Costs, Prices
-from dcpc.passes.placement.model import PlacementModel
+from dcpc.passes.placement.node_options import PlacementModel
 
 
 class NearTies:

@@ -33,8 +33,8 @@ from dcpc.ir import OUTSIDE, Fold, NodePlacement, Placement, Program
 from dcpc.passes.placement.alike_copies import AlikeCopies
 from dcpc.passes.placement.elimination import CostNetwork, ForbiddenError, Solution, WideError
 from dcpc.passes.placement.label_costs import Costs, Prices
-from dcpc.passes.placement.model import PlacementModel
 from dcpc.passes.placement.near_ties import NearTies
+from dcpc.passes.placement.node_options import PlacementModel
 from dcpc.passes.placement.objective import Objective
 from dcpc.passes.placement.state_graph import StateGraph
 from dcpc.passes.sharding.sharding import Sharding

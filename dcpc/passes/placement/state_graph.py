@@ -204,7 +204,7 @@ def build_graph(
         sp: number of ranks in the group.
     """
     usable, of = _usable(nodes, kinds, splits, sp)
-    return _Builder(nodes.sources, kinds, _Changes(kinds, catalogue), of).build(usable)
+    return _Builder(nodes.sources, kinds, _ChangeIndices(kinds, catalogue), of).build(usable)
 
 
 # (kind of a node, positions of the options that are of use)
@@ -257,7 +257,7 @@ def _extras(ways: list[int], edges: int, options: int) -> Iterator[tuple[int, ..
         yield from combinations(ways, count)
 
 
-class _Changes:
+class _ChangeIndices:
     """Label changes that states pay for, as indices into the catalogue."""
 
     def __init__(self, kinds: Sequence[NodeKind], catalogue: Catalogue) -> None:
@@ -311,7 +311,7 @@ class _Builder:
         self,
         sources: Sequence[Sequence[int]],
         kinds: Sequence[NodeKind],
-        changes: _Changes,
+        changes: _ChangeIndices,
         usable: Sequence[_Usable],
     ) -> None:
         self.sources, self.kinds, self.changes, self.usable = sources, kinds, changes, usable

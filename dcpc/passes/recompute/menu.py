@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from dcpc.fx.repeats import crossing, repeated_runs
 from dcpc.ir import OUTSIDE
-from dcpc.passes.recompute.cuts import (
+from dcpc.passes.recompute.block_cuts import (
     ForwardCall,
     Problem,
     RecomputeChoice,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dcpc.passes.recompute.cuts import ForwardCall
+from dcpc.passes.recompute.block_cuts import ForwardCall
 
 Reads = tuple[str, ...]
 

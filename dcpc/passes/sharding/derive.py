@@ -5,9 +5,9 @@
     a summed name             pieces of these operands give outputs that add up
     linear                    f(x + y) = f(x) + f(y)
 
-A rule is derived, not proved: it holds for every draw of `draws.py` at two sets of sizes and some
-uneven cuts, with the graph's own non-tensor arguments, bit for bit or to 1e-12 in float64. What it
-cannot see is an op that behaves otherwise at sizes or values that were not drawn.
+A rule is derived, not proved: it holds for every draw of `operand_draws.py` at two sets of sizes
+and some uneven cuts, with the graph's own non-tensor arguments, bit for bit or to 1e-12 in float64.
+What it cannot see is an op that behaves otherwise at sizes or values that were not drawn.
 
 Everything here follows from the graph alone (fixed seeds, a budget of calls and no clock), so that
 all ranks derive the same.
@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_map
 
 from dcpc.ir import TensorInfo, call_of
 from dcpc.ops.own_functions import is_function
-from dcpc.passes.sharding.draws import draw, redraw
 from dcpc.passes.sharding.gradient_trial import adds_up, splits_backward
 from dcpc.passes.sharding.op_trial import (
     ENOUGH_DRAWS,
@@ -37,6 +36,7 @@ from dcpc.passes.sharding.op_trial import (
     apart,
     close,
 )
+from dcpc.passes.sharding.operand_draws import draw, redraw
 from dcpc.passes.sharding.rule_types import Linear
 
 PERTURBED_DRAWS = 6

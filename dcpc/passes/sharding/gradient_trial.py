@@ -16,8 +16,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dcpc.passes.sharding.draws import draw
 from dcpc.passes.sharding.op_trial import Dims, Trial, TrialSample, close
+from dcpc.passes.sharding.operand_draws import draw
 
 _DRAWN = 6  # samples that are taken
 _KINDS = (0, 2, 11)  # gradients: normal, few distinct numbers, an outlier among zeros

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dcpc.ir import TensorInfo
 from dcpc.ops.routed import as_tried
-from dcpc.passes.sharding.draws import INDICES, KINDS, draw
+from dcpc.passes.sharding.operand_draws import INDICES, KINDS, draw
 
 # Lengths of the named dims in the two runs: different in both, and from each other.
 LENGTHS = ((7, 9, 8, 6, 11, 10, 13, 12), (9, 6, 7, 11, 8, 13, 10, 15))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dcpc.passes.stages.costs import CutCosts, Floats, StageCut, cut_of, spread
+from dcpc.passes.stages.cut_costs import CutCosts, Floats, StageCut, cut_of, spread
 from dcpc.passes.stages.devices import Integers, Taken
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from dcpc.errors import PlanError
 from dcpc.passes.stages.bottleneck import is_monotone, least_bottleneck
-from dcpc.passes.stages.costs import CutCosts, Floats, StageCut, cut_of, spread
+from dcpc.passes.stages.cut_costs import CutCosts, Floats, StageCut, cut_of, spread
 from dcpc.passes.stages.devices import Taken
 
 MOST_VECTORS = 4096  # vectors of a state; beyond it the search keeps the best and is not exact

@@ -23,7 +23,7 @@ import sympy
 import torch
 from torch import fx
 
-from dcpc.fx.graphs import source_line
+from dcpc.fx.large_graphs import source_line
 from dcpc.ir import Program, UnpadPlan, call_of, is_tuple, tensor_operands
 from dcpc.ops.attention import hides
 from dcpc.passes.sharding.sharding import Sharding

@@ -21,7 +21,7 @@ _PRODUCTS = (
 )
 
 
-class Placements:
+class PlacementSolver:
     """The placements of one program, each solved for once.
 
     Args:
@@ -33,9 +33,9 @@ class Placements:
         self._program, self._device, self._fold = traced.program, traced.device, fold
         self._model = PlacementModel(traced.program, traced.sharding)
         self._near = NearTies(self._model, fold, PLACEMENT_LOSS)
-        self._best: dict[_Asked, Best] = {}
-        self._made: dict[_Asked, Placement] = {}
-        self._supposed: dict[_Asked, Placement] = {}  # asked for with `near`, after the plan
+        self._best: dict[_PlacementKey, Best] = {}
+        self._made: dict[_PlacementKey, Placement] = {}
+        self._supposed: dict[_PlacementKey, Placement] = {}  # asked for with `near`, after the plan
         self._settled = False
 
     def at(self, sizes: Sizes, sp: int, *, near: bool = False) -> Placement:
@@ -91,13 +91,13 @@ def compute_dtype(program: Program) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _PlacementKey:
     """Key of sizes that have the same placement."""
 
     sp: int
     sizes: tuple[tuple[str, int], ...]
 
 
-def _asked(sizes: Sizes, sp: int) -> _Asked:
+def _asked(sizes: Sizes, sp: int) -> _PlacementKey:
     """Returns the key of sizes that have the same placement; at degree 1 all sizes have."""
-    return _Asked(sp, tuple(sorted(sizes.items())) if sp > 1 else ())
+    return _PlacementKey(sp, tuple(sorted(sizes.items())) if sp > 1 else ())

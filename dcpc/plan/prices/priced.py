@@ -6,7 +6,7 @@ from dcpc.buckets import BATCH, Sizes
 from dcpc.codegen import Key, LoweredPair, gather_key
 from dcpc.ir import LEAVES, Placement
 from dcpc.plan.folding import Lift
-from dcpc.plan.prices.placements import Placements
+from dcpc.plan.prices.placements import PlacementSolver
 from dcpc.plan.prices.studies import Structure, Study, split_constants, structure_of
 from dcpc.plan.traced import PlacementId
 from dcpc.symbolic_profile import Ledger
@@ -28,7 +28,7 @@ class Priced:
 
     def __init__(self, lift: Lift) -> None:
         self.lift, self.traced = lift, lift.whole
-        self.placements = Placements(lift.small, lift.copies({}))
+        self.placements = PlacementSolver(lift.small, lift.copies({}))
         program, reference = lift.small.program, lift.small.reference
         self._reference = program.dims({BATCH: 1, **(reference or program.hints)})
         self._studies: dict[PlacementId, Study] = {}
@@ -38,7 +38,7 @@ class Priced:
         self._ledgers: dict[str, Ledger] = {}
 
     def placement(self, sizes: Sizes, sp: int, *, near: bool = False) -> Placement:
-        """Returns the placement of least predicted seconds at these sizes; see `Placements.at`."""
+        """Returns the placement of least predicted seconds; see `PlacementSolver.at`."""
         found = self.lift.up(self.placements.at(sizes, sp, near=near))
         assert found.sp == sp, f"got a placement for sp {found.sp}; expected one for sp {sp}"
         return found

@@ -176,7 +176,7 @@ class Structure:
 
 
 @dataclass(frozen=True, slots=True)
-class _RunSizes:
+class _PredictionKey:
     sizes: tuple[tuple[str, int], ...]
     menu_step: int
 
@@ -189,7 +189,7 @@ class Study:
         self._ledger = structure.ledger.at(sp)
         self._meter = structure.meter.at(self._ledger)
         self._profiles: dict[int, Profile] = {}
-        self._predictions: dict[_RunSizes, Prediction] = {}
+        self._predictions: dict[_PredictionKey, Prediction] = {}
 
     @property
     def menu(self) -> Menu:
@@ -252,7 +252,7 @@ class Study:
 
     def predict(self, menu_step: int, sizes: Sizes) -> Prediction:
         """Returns costs at given sizes: the fullest rank's, and the largest peak of any rank."""
-        key = _RunSizes(tuple(sizes.items()), menu_step)
+        key = _PredictionKey(tuple(sizes.items()), menu_step)
         if key not in self._predictions:
             fullest, *others = self._ranks(sizes)
             self._warn_of_fixed(fullest)

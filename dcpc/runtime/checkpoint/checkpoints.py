@@ -47,7 +47,7 @@ _STATE = "state.pt"
 MISSING = ("error", "start")
 
 
-class Checkpoints:
+class CheckpointWriter:
     """Checkpoints of one compiled model."""
 
     def __init__(self, groups: Groups) -> None:

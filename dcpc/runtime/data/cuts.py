@@ -16,10 +16,10 @@ from dcpc.buckets import Bucket
 from dcpc.errors import DataError
 from dcpc.ir.thresholds import PACKING_GAIN
 from dcpc.runtime.data.packing import pack
-from dcpc.runtime.data.samples import Fit
+from dcpc.runtime.data.samples import SampleBucket
 from dcpc.runtime.data.window import Batch, EpochOrder, Position, index_at, take
 from dcpc.runtime.planner.own_lengths import BatchLengths, Dims, OwnLengths
-from dcpc.runtime.planner.packed.planning import PackedPrices
+from dcpc.runtime.planner.packed.bins import PackedPrices
 from dcpc.runtime.planner.plan_file import plan_json, plan_of
 from dcpc.runtime.planner.plans import FREE_MODES, Mode, StepPlan
 from dcpc.runtime.planner.protocol import BatchPlanner
@@ -82,7 +82,7 @@ class Recipe:
     def take(
         self,
         order: EpochOrder,
-        fit: Callable[[int], Fit],
+        fit: Callable[[int], SampleBucket],
         position: Position,
         most: int | None = None,
     ) -> Batch:
@@ -213,7 +213,7 @@ class PlannedBatch:
 
 def count_steps(
     order: EpochOrder,
-    fit: Callable[[int], Fit],
+    fit: Callable[[int], SampleBucket],
     recipe: Recipe,
     forget: Callable[[Iterable[int]], None],
 ) -> int:
@@ -236,7 +236,7 @@ def count_steps(
 
 def cut_epoch(
     order: EpochOrder,
-    fit: Callable[[int], Fit],
+    fit: Callable[[int], SampleBucket],
     table: Callable[[], PlanTable],
     recipe: Recipe,
     position: Position,
@@ -280,7 +280,7 @@ def _until(end_s: float) -> Iterator[int]:
 
 def _bounded(
     order: EpochOrder,
-    fit: Callable[[int], Fit],
+    fit: Callable[[int], SampleBucket],
     table: PlanTable,
     recipe: Recipe,
     position: Position,
@@ -320,7 +320,7 @@ def _bounded(
 
 def _further(
     batch: Batch,
-    fit: Callable[[int], Fit],
+    fit: Callable[[int], SampleBucket],
     table: PlanTable,
     recipe: Recipe,
     plan: StepPlan,
@@ -340,7 +340,7 @@ def _further(
 
 def _planned(
     batch: Batch,
-    fit: Callable[[int], Fit],
+    fit: Callable[[int], SampleBucket],
     table: PlanTable,
     recipe: Recipe,
     turns: Iterable[int] = (),
@@ -359,7 +359,11 @@ def _planned(
 
 
 def _packed(
-    batch: Batch, fit: Callable[[int], Fit], table: PlanTable, recipe: Recipe, turns: Iterable[int]
+    batch: Batch,
+    fit: Callable[[int], SampleBucket],
+    table: PlanTable,
+    recipe: Recipe,
+    turns: Iterable[int],
 ) -> tuple[StepPlan, Rows]:
     if recipe.prices is not None:
         sequences = [(i, fit(i).tokens) for i, _ in batch.samples]

@@ -54,7 +54,7 @@ from dcpc.runtime.data.weights import SAMPLES, Weight
 from dcpc.runtime.data.window import Position
 from dcpc.runtime.groups.relay import Relay
 from dcpc.runtime.planner.own_lengths import BatchLengths
-from dcpc.runtime.planner.packed.planning import PackedPrices
+from dcpc.runtime.planner.packed.bins import PackedPrices
 from dcpc.runtime.planner.plan_file import PlanFile
 from dcpc.runtime.planner.plans import FREE_MODES, MODES, Mode, StepPlan, step_plan
 from dcpc.runtime.planner.protocol import Compiled

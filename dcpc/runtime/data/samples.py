@@ -48,7 +48,7 @@ class ReadForward(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class SampleBucket:
     """Bucket of a sample of some lengths.
 
     Attributes:
@@ -87,7 +87,7 @@ class Samples:
         self._smallest = {n: size for n, size in buckets.smallest.items() if n != BATCH}
         self._specs = {n: InputSpec(s.dtype, _sample_dims(s)) for n, s in self.inputs.items()}
         self._ascending = sorted(buckets, key=lambda b: (b.tokens, b.shape_key))
-        self._fits: dict[Dims, Fit] = {}
+        self._fits: dict[Dims, SampleBucket] = {}
         self._dims: dict[int, Dims] = {}
         self._loaded: dict[int, dict[str, torch.Tensor]] = {}
         # A step that is planned again is loaded beside the thread that loads ahead.
@@ -118,7 +118,7 @@ class Samples:
             for name, spec in self.inputs.items()
         )
 
-    def fit(self, index: int) -> Fit:
+    def fit(self, index: int) -> SampleBucket:
         """Returns bucket and tokens of a sample.
 
         Raises:
@@ -140,7 +140,7 @@ class Samples:
             holding = [b for b in self._ascending if _holds(b, dims)]
             alike = (b for b in holding if not any(b[name] for name, size in dims if size == 0))
             bucket = next(alike, next(iter(holding), None))
-            fit = Fit(dims, bucket, tokens_of(size for _, size in dims))
+            fit = SampleBucket(dims, bucket, tokens_of(size for _, size in dims))
             self._fits[dims] = fit
         return fit
 

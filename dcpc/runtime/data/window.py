@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dcpc.buckets import Bucket
-from dcpc.runtime.data.samples import Fit
+from dcpc.runtime.data.samples import SampleBucket
 
 
 class EpochOrder(Protocol):
@@ -66,7 +66,7 @@ def index_at(order: EpochOrder, place: int) -> int | None:
 
 def take(
     order: EpochOrder,
-    fit: Callable[[int], Fit],
+    fit: Callable[[int], SampleBucket],
     position: Position,
     tokens: int,
     window: int,
@@ -112,9 +112,13 @@ def take(
         place += 1
         if samples and used >= tokens:
             break
-    start = position.start
+    after = _after(position.start, done)
+    return Batch(tuple(samples), total, tuple(skipped), position, after)
+
+
+def _after(start: int, done: set[int]) -> Position:
+    """Returns the position from a place on, of which some are done."""
     while start in done:
         done.remove(start)
         start += 1
-    after = Position(start, frozenset(done))
-    return Batch(tuple(samples), total, tuple(skipped), position, after)
+    return Position(start, frozenset(done))

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from dcpc.errors import DcpcError, GroupError, class_named
-from dcpc.fx.torch_api.collectives import failed
+from dcpc.fx.torch_api.torch_collectives import failed
 from dcpc.runtime.groups.groups import Groups
 
 _POLL_S = 0.05

@@ -25,7 +25,7 @@ from sympy import divisors
 from dcpc.errors import GroupError
 from dcpc.runtime.groups.breaking import break_connections
 from dcpc.runtime.groups.launch import launched, local_device, refuse_one_queue, take_device
-from dcpc.runtime.groups.making import GroupMaker, connects_at_once, watched
+from dcpc.runtime.groups.new_groups import GroupMaker, connects_at_once, watched
 from dcpc.runtime.groups.watch import SILENCE_S, Watch
 
 # Ranks of a group may be this far apart: compiling a variant on first use takes minutes.

@@ -22,7 +22,7 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import util
@@ -104,12 +104,15 @@ def run_ranks(
                 child.process.join()
     problems = {r: c.problem for r, c in enumerate(children) if c.problem}
     if problems:
-        alike = {
-            p: ", ".join(str(r) for r in problems if problems[r] == p) for p in problems.values()
-        }
-        texts = [f"rank {ranks}: {problem}" for problem, ranks in alike.items()]
-        raise RanksError(f"{len(problems)} of {world} ranks failed\n" + "\n".join(texts))
+        raise _failed(problems, world)
     return [child.result for child in children]
+
+
+def _failed(problems: Mapping[int, str], world: int) -> RanksError:
+    """Returns the error of ranks that failed; those with one problem share a line."""
+    alike = {p: ", ".join(str(r) for r in problems if problems[r] == p) for p in problems.values()}
+    texts = [f"rank {ranks}: {problem}" for problem, ranks in alike.items()]
+    return RanksError(f"{len(problems)} of {world} ranks failed\n" + "\n".join(texts))
 
 
 def _store(timeout_s: float) -> Any:

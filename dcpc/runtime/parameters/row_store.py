@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from dcpc.errors import DispatchError
-from dcpc.fx.torch_api.collectives import all_gather_single
+from dcpc.fx.torch_api.torch_collectives import all_gather_single
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.parameters.hollow import give_memory, is_hollow
 from dcpc.runtime.parameters.reduction import (

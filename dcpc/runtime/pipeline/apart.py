@@ -19,12 +19,7 @@ from math import inf
 import numpy as np
 
 from dcpc.errors import PlanError
-from dcpc.runtime.planner.splits.microbatch import (
-    FloatArray,
-    IntArray,
-    PaddedCost,
-    microbatch,
-)
+from dcpc.runtime.planner.splits.microbatch import FloatArray, IntArray, PaddedCost, microbatch
 
 Parts = tuple[tuple[int, ...], ...]  # positions of samples, by micro-batch
 Group = tuple[int, int]  # its number, and the most samples of a micro-batch
@@ -33,7 +28,7 @@ WEIGHTS = (1, 2, 4, 16)  # of the longest micro-batch, in the splits of a group 
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _Cut:
     """Micro-batches for the samples of a group.
 
     Attributes:
@@ -99,9 +94,9 @@ def split_apart(
         )
 
 
-def _least(ways: Mapping[Group, list[_Way]], weight: int, replicas: int) -> dict[Group, _Way]:
+def _least(ways: Mapping[Group, list[_Cut]], weight: int, replicas: int) -> dict[Group, _Cut]:
     """Returns the way of each group by which the micro-batches of all take least."""
-    best_s, best = inf, dict[Group, _Way]()
+    best_s, best = inf, dict[Group, _Cut]()
     for cap_s in sorted({way.longest_s for found in ways.values() for way in found}):
         under = {n: [w for w in found if w.longest_s <= cap_s] for n, found in ways.items()}
         if not all(under.values()):
@@ -117,7 +112,7 @@ def _least(ways: Mapping[Group, list[_Way]], weight: int, replicas: int) -> dict
 
 def _ways(
     lengths: Sequence[int], cost: PaddedCost, most: int, weights: Set[int], replicas: int
-) -> list[_Way]:
+) -> list[_Cut]:
     """Returns the ways of a group that fit, its samples in ascending length.
 
     Raises:
@@ -134,7 +129,7 @@ def _ways(
         cells = Counter(zip(row[np.array(ends) - 1].tolist(), (counts - 1).tolist(), strict=True))
         if counts.max() <= len(sizes) and all(fits[cell] for cell in cells):
             total_s = sum(n * float(seconds[cell]) for cell, n in cells.items())
-            found.append(_Way(max(float(seconds[cell]) for cell in cells), total_s, ends))
+            found.append(_Cut(max(float(seconds[cell]) for cell in cells), total_s, ends))
     if not found:
         raise PlanError(
             f"pipeline: got a sample of length {lengths[-1]} that does not fit on a stage alone; "

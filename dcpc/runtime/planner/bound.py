@@ -66,14 +66,14 @@ def step_bound(
         lengths: lengths that each sample is padded to by itself; none: its bucket's.
         own: seconds at shorter lengths, where there are any.
     """
-    work = _Work(keys, table, pads, lengths, own)
+    work = _SecondsByKind(keys, table, pads, lengths, own)
     least_s = work.least_s()
     if not work.fits(least_s):
         least_s = work.halved(least_s)
     return StepBound(least_s, work.work_s)
 
 
-class _Work:
+class _SecondsByKind:
     """The samples of a batch by kind, with the seconds of one at each degree, [degree, kind].
 
     Samples of one kind have a bucket and lengths in common.

@@ -27,7 +27,7 @@ Options = list[PlannedMicroBatch]  # a micro-batch on each degree, the fewest ra
 
 def fitted(plan: StepPlan, table: PlanTable, price: Price, bound_s: float) -> StepPlan:
     """Returns a plan of the same samples that ends earlier, or the plan where none is found."""
-    fit, best = _Fit(table, price), plan
+    fit, best = _RowFitting(table, price), plan
     for _ in range(_LINES):
         line_s = (bound_s + best.makespan_s) / 2
         new = fit.below(plan.micro_batches, line_s)
@@ -38,7 +38,7 @@ def fitted(plan: StepPlan, table: PlanTable, price: Price, bound_s: float) -> St
     return best
 
 
-class _Fit:
+class _RowFitting:
     """Fits micro-batches to rows of a table."""
 
     def __init__(self, table: PlanTable, price: Price) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from dcpc.buckets import Bucket
 from dcpc.errors import PlanError
 from dcpc.runtime.planner.own_lengths import BatchLengths
-from dcpc.runtime.planner.packed.planning import PackedPrices
+from dcpc.runtime.planner.packed.bins import PackedPrices
 from dcpc.runtime.planner.plans import MODES, PlannedMicroBatch, StepPlan, step_plan
 from dcpc.runtime.planner.splits.known_lengths import lengths_json, lengths_of
 from dcpc.runtime.planner.step_planner import Allowed, plan_rows, plan_step

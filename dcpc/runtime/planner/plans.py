@@ -21,7 +21,7 @@ FREE_MODES: tuple[Mode, ...] = ("auto", "evolve")
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class RowSetting:
     """A row of a bucket's plan table: how a micro-batch is run.
 
     Attributes:

@@ -30,8 +30,8 @@ from dcpc.runtime.planner.bound import StepBound, step_bound
 from dcpc.runtime.planner.deal import Price, assign, cuts, deal
 from dcpc.runtime.planner.fit import fitted
 from dcpc.runtime.planner.own_lengths import BatchLengths
-from dcpc.runtime.planner.packed.planning import PackedPrices, plan_packed
-from dcpc.runtime.planner.packed.planning import Rows as PackedRows
+from dcpc.runtime.planner.packed.bins import PackedPrices, plan_packed
+from dcpc.runtime.planner.packed.bins import Rows as PackedRows
 from dcpc.runtime.planner.plans import (
     FREE_MODES,
     Mode,

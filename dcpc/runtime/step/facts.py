@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dcpc.errors import DataError
-from dcpc.fx.torch_api.collectives import all_gather_single
+from dcpc.fx.torch_api.torch_collectives import all_gather_single
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.groups import Groups
 from dcpc.runtime.groups.same_state import checksum

@@ -129,21 +129,25 @@ def timeline_of(
     # Those of inputs have the inputs' sizes; a parameter's is fixed.
     fixed = [g for g in outputs if not any(map(is_symbolic, g.meta["val"].shape))]
     gradients = _distinct(fixed, storages, set(), fold)
+    return _recorded(recorder, numbered, saved, gradients, *sent)
+
+
+def _recorded(
+    recorder: Recorder, numbered: Numbered, *outputs: Mapping[sympy.Expr, int]
+) -> MemoryTimeline:
+    """Returns the recorded timeline; `outputs` are its fields from `saved` on."""
     numbers = np.array([0, *recorder.steps, *recorder.transients], dtype=np.int64)
     used, place = np.unique(numbers, return_inverse=True)
     end = 1 + len(recorder.steps)
     return MemoryTimeline(
-        sizes=tuple(numbered.expressions(used)),
-        steps=place[1:end],
-        weights=np.array(recorder.weights, dtype=np.int64),
-        storages=tuple(recorder.storages),
-        done=np.array(recorder.done, dtype=np.int64),
-        transients=place[end:],
-        names=tuple(recorder.names),
-        saved=saved,
-        gradients=gradients,
-        returned=sent[0],
-        shared=sent[1],
+        tuple(numbered.expressions(used)),
+        place[1:end],
+        np.array(recorder.weights, dtype=np.int64),
+        tuple(recorder.storages),
+        np.array(recorder.done, dtype=np.int64),
+        place[end:],
+        tuple(recorder.names),
+        *outputs,
     )
 
 

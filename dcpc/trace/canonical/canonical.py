@@ -33,8 +33,8 @@ from dcpc.trace.canonical.experts import replace_routed
 from dcpc.trace.canonical.losses import LOSSES, join_row_losses
 from dcpc.trace.canonical.padded import padded_convolution
 from dcpc.trace.canonical.patches import patch_convolution
-from dcpc.trace.canonical.random import replace_random
 from dcpc.trace.canonical.scans import cumprod_of_any_length
+from dcpc.trace.canonical.seeded import replace_random
 from dcpc.trace.canonical.single_key import attention_of_one_key, narrow_projections
 from dcpc.trace.canonical.spellings import SPELLINGS, read_by_position, split_with_sizes
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from dcpc.trace.canonical.editor import Editor
-from dcpc.trace.canonical.random import repeat_heads
+from dcpc.trace.canonical.seeded import repeat_heads
 
 aten = torch.ops.aten
 
@@ -60,7 +60,7 @@ def narrow_projections(graph: fx.Graph) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chain:
+class _ViewChain:
     """The views between a linear and the `select` of one of its `parts`, in order.
 
     Attributes:
@@ -78,7 +78,7 @@ class _Chain:
     select: fx.Node
 
 
-def _one_part(linear: fx.Node) -> _Chain | None:
+def _one_part(linear: fx.Node) -> _ViewChain | None:
     """Returns the views by which one part of a linear's output is taken; None for other uses."""
     views: list[fx.Node] = []
     split = at = -1
@@ -90,7 +90,7 @@ def _one_part(linear: fx.Node) -> _Chain | None:
         if user.target is aten.select.int and split >= 0:
             if user.args[1] % len(before) != at or not isinstance(user.args[2], int):  # type: ignore[operator]
                 return None
-            return _Chain(tuple(views), split, dim, parts, user)
+            return _ViewChain(tuple(views), split, dim, parts, user)
         if user.target is aten.reshape.default and split < 0:
             after = user.meta["val"].shape
             at = dim = _parts_dim(before, after)
@@ -144,7 +144,7 @@ def _narrow_slice(linear: fx.Node, user: fx.Node) -> None:
     linear.graph.erase_node(linear)
 
 
-def _narrow(linear: fx.Node, chain: _Chain) -> None:
+def _narrow(linear: fx.Node, chain: _ViewChain) -> None:
     weight: Any = linear.args[1]
     rows = weight.meta["val"].shape[0] // chain.parts
     chosen: Any = chain.select.args[2]

@@ -6,7 +6,7 @@
     split by symbolic sizes       ->  slices
     repeat, repeat_interleave     ->  reshape, expand, reshape
     x[mask] = one row or number   ->  where(mask, row, x)
-    rrelu outside of training     ->  leaky_relu (random.py refuses the other)
+    rrelu outside of training     ->  leaky_relu (seeded.py refuses the other)
     x * 2j, x / 2j                ->  x * a tensor: torch differentiates no call with such a number
     as_strided(x, ..)             ->  x in the order of its memory, flat, read at computed positions
 

@@ -31,7 +31,7 @@ from dcpc.buckets.specs import InputSpec
 from dcpc.errors import TraceError, defined_at, users_line
 from dcpc.fx.fakes import telling
 from dcpc.fx.garbage import without_collection
-from dcpc.fx.graphs import source_line
+from dcpc.fx.large_graphs import source_line
 from dcpc.fx.torch_api.tracing import PRINT, QUOTIENTS, SUGGESTIONS, try_names
 from dcpc.ir import Program, TensorInfo
 from dcpc.trace.canonical.canonical import canonicalise
@@ -532,9 +532,8 @@ def _program(
     numbers: Sequence[str],
 ) -> Program:
     signature = exported.graph_signature
-    strip = len("model.")
-    parameters = {n: t[strip:] for n, t in signature.inputs_to_parameters.items()}
-    buffers = {n: t[strip:] for n, t in signature.inputs_to_buffers.items()}
+    own = signature.inputs_to_parameters, signature.inputs_to_buffers
+    parameters, buffers = ({n: t.removeprefix("model.") for n, t in x.items()} for x in own)
     lifted = signature.inputs_to_lifted_tensor_constants
     constants = {n: exported.constants[t] for n, t in lifted.items()}
     inputs = dict(zip(map(str, signature.user_inputs), buckets.inputs, strict=True))

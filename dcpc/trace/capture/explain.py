@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from dcpc.buckets import BATCH, Buckets
 from dcpc.errors import TraceError, running_line, users_line
-from dcpc.fx.graphs import op_name, source_line
+from dcpc.fx.large_graphs import op_name, source_line
 from dcpc.fx.torch_api.tracing import SPECIALISED
 
 # How torch says that it would have to know the values in a tensor.

@@ -83,7 +83,7 @@ class _GraphMemory:
     written: int = 0
 
 
-class _Memories:
+class _WrittenStorages:
     """Records which tensors of the given graph share a storage, and when it was written to."""
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ class _Copy:
     """Copies a graph together with its nested graphs."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
-        self._gm, self._new, self._memories = gm, _NewGraph(), _Memories()
+        self._gm, self._new, self._memories = gm, _NewGraph(), _WrittenStorages()
         values = [n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder")]
         mode = detect_fake_mode([v for v in values if isinstance(v, Tensor)])
         if mode is None:
@@ -320,7 +320,7 @@ class _Copy:
     @contextmanager
     def _recording(self, node: fx.Node) -> Iterator[None]:
         """Adds the calls made on fake tensors within its block to the copy, for one node."""
-        record = _Record(self._new, node)
+        record = _CopyingMode(self._new, node)
         try:
             with self._mode, record, enable_python_dispatcher(), torch.no_grad():
                 yield
@@ -346,7 +346,7 @@ class _Copy:
         return map_aggregate(result, self._new.node_of)
 
 
-class _Record(TorchDispatchMode):
+class _CopyingMode(TorchDispatchMode):
     """Dispatch mode that adds every call to a copy."""
 
     def __init__(self, copy: _NewGraph, node: fx.Node) -> None:

@@ -16,7 +16,7 @@ from torch.export.graph_signature import OutputKind
 from torch.utils._pytree import tree_leaves
 
 from dcpc.errors import TraceError
-from dcpc.fx.graphs import source_line
+from dcpc.fx.large_graphs import source_line
 from dcpc.ir import Program
 
 aten = torch.ops.aten

@@ -140,7 +140,7 @@ def _scaled(func: Any, flat: list[Any]) -> bool:
     return func in _RESIZES and any(isinstance(x, float) for x in flat)
 
 
-class _Recorder(TorchDispatchMode):
+class _CallRecorder(TorchDispatchMode):
     """Dispatch mode that records the calls in its block."""
 
     def __init__(self, names: Mapping[int, Any]) -> None:
@@ -379,18 +379,13 @@ class Paths:
         """
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
-            inputs = dict(
-                zip(
-                    self._buckets.inputs,
-                    example_inputs(self._buckets, sizes, self._device),
-                    strict=True,
-                )
-            )
+            made = example_inputs(self._buckets, sizes, self._device)
+            inputs = dict(zip(self._buckets.inputs, made, strict=True))
             state = self._state()
         keys = {id(t): ("state", n) for n, t in reversed(state.items())}
         keys |= {id(t): ("input", n) for n, t in inputs.items()}
         fakes = {id(x): state[n] for n, x in self._held()}
-        forward, graph = _Recorder(keys), _Recorder(keys)
+        forward, graph = _CallRecorder(keys), _CallRecorder(keys)
         try:
             with (
                 untouched(self._model),
@@ -424,9 +419,8 @@ class Paths:
             raise UnknownPathError(f"the graph: {str(error).splitlines()[0]}") from error
         except Exception as error:
             return f"the graph fails there: {type(error).__name__}: {error}"
-        if wrong:
-            return wrong[0]
-        return _first_difference([*forward.path(expected)], [*graph.path(got)])
+        paths = [*forward.path(expected)], [*graph.path(got)]
+        return wrong[0] if wrong else _first_difference(*paths)
 
     def _casting(self) -> AbstractContextManager[object]:
         return casting(self._device.type, self._autocast)

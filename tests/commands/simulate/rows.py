@@ -1,7 +1,7 @@
 """A small machine for the simulator's tests: rows by a formula, three buckets, eight ranks."""
 
 from dcpc.buckets import Bucket
-from dcpc.commands.simulate.costs import BucketCosts, ModelCosts, SimRow
+from dcpc.commands.simulate.model_rows import BucketCosts, ModelCosts, SimRow
 
 SHORT, MIDDLE, LONG = (Bucket.of({"seq": n}) for n in (128, 1024, 8192))
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dcpc.commands.simulate import videosys
-from dcpc.commands.simulate.costs import Packing
+from dcpc.commands.simulate.model_rows import Packing
 from dcpc.commands.simulate.outcome import of_steps, outcomes_text
 from dcpc.commands.simulate.systems import DCPC, PACKING, PADDED, SYSTEMS
 from dcpc.commands.simulate.timeline import StepTimeline, chrome_trace, of_step

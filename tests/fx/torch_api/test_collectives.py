@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcpc.fx.torch_api.collectives import all_gather_single, failed
+from dcpc.fx.torch_api.torch_collectives import all_gather_single, failed
 from tests.cases.launch import run_ranks
 
 pytestmark = pytest.mark.multirank

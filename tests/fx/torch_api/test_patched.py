@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import dcpc
-from dcpc.fx.torch_api import functions, inductor, patched, tracing
+from dcpc.fx.torch_api import functions, patched, torch_inductor, tracing
 from dcpc.fx.torch_api.patched import TorchName, fault_of, takes
 from dcpc.trace import trace
 
 NAMES = [
     name
-    for module in (tracing, functions, inductor)
+    for module in (tracing, functions, torch_inductor)
     for value in vars(module).values()
     for name in (value.values() if isinstance(value, dict) else (value,))
     if isinstance(name, TorchName)
@@ -72,9 +72,9 @@ def test_this_torch_has_what_is_replaced_as_dcpc_expects(name):
 
 def test_settings_of_inductor_are_there():
     wanted = {"allow_buffer_reuse": False, "reorder_for_peak_memory": False}
-    assert inductor.settings(wanted) == wanted
+    assert torch_inductor.settings(wanted) == wanted
     with pytest.warns(UserWarning, match=r"no_such_setting: got no such name.*peaks are higher"):
-        assert inductor.settings({**wanted, "no_such_setting": 1}) == wanted
+        assert torch_inductor.settings({**wanted, "no_such_setting": 1}) == wanted
 
 
 def test_name_that_is_off_warns_once_and_is_left():

@@ -11,7 +11,7 @@ import dcpc
 from dcpc.api import plan
 from dcpc.passes.placement.choices import choice_of
 from dcpc.passes.placement.label_costs import WHOLE, Catalogue, Change, Kind
-from dcpc.passes.placement.model import PlacementModel
+from dcpc.passes.placement.node_options import PlacementModel
 from dcpc.passes.placement.objective import TIE_S, Objective
 from dcpc.symbolic_profile import CollectiveFit, Device, Fits, Link, calibrated, find
 from models.gpt import GPT, GPTConfig

@@ -13,7 +13,7 @@ import dcpc
 from dcpc.api import plan
 from dcpc.buckets import Bucket
 from dcpc.ir import OUTSIDE
-from dcpc.passes.recompute.cuts import Problem, between, hull
+from dcpc.passes.recompute.block_cuts import Problem, between, hull
 from dcpc.passes.recompute.menu import (
     AlikeBlocks,
     BlockChoices,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dcpc.errors import PlanError
 from dcpc.passes.stages import mixture
 from dcpc.passes.stages.bottleneck import fractional_bound, is_monotone
-from dcpc.passes.stages.costs import CutCosts
+from dcpc.passes.stages.cut_costs import CutCosts
 from dcpc.passes.stages.mixture import best_cut
 
 

@@ -14,7 +14,7 @@ from datasets import Dataset
 import dcpc
 from dcpc.errors import DataError
 from dcpc.runtime.data.loader import DataLoader
-from dcpc.runtime.data.reading.parts import EVERY
+from dcpc.runtime.data.reading.stream_parts import EVERY
 from dcpc.runtime.groups.groups import Groups
 from tests.cases.fakes import FakeCompiled, compiled_for, plan_for, token_buckets
 from tests.cases.streams import PAD, ByNumber, Divided, Plain, Stateful, Vague, sample, trained

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcpc.buckets import Bucket
-from dcpc.runtime.data.samples import Fit
+from dcpc.runtime.data.samples import SampleBucket
 from dcpc.runtime.data.window import Position, take
 
 BUCKETS = [Bucket.of({"seq": n}) for n in (4, 8, 16)]
@@ -16,7 +16,7 @@ def fits(lengths):
     def fit(i):
         n = lengths[i]
         bucket = next((b for b in BUCKETS if b["seq"] >= n), None)
-        return Fit((("seq", n),), bucket, n)
+        return SampleBucket((("seq", n),), bucket, n)
 
     return fit
 

@@ -9,7 +9,7 @@ import pytest
 from dcpc.errors import PlanError
 from dcpc.runtime.pipeline import apart
 from dcpc.runtime.pipeline.apart import split_apart
-from dcpc.runtime.pipeline.planning import plan_replicas, work_of
+from dcpc.runtime.pipeline.replicas import plan_replicas, work_of
 from dcpc.runtime.pipeline.schedule import (
     Hop,
     StageCost,

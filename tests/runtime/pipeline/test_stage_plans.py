@@ -3,6 +3,7 @@
 from functools import partial
 from math import inf
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from dcpc.compiled.pipeline import (
     run_in_turn,
     stage_bytes,
 )
+from dcpc.compiled.pipeline.stage_costs import mixed_costs
 from dcpc.errors import PlanError
 from dcpc.passes.stages.mixture import best_cut
 from dcpc.plan.runnable import Runnable
@@ -36,9 +38,15 @@ def tied():
     return model, Runnable(traced), chain
 
 
+def priced(runnable, chain, device, count):
+    """Returns the costs of every stage on so many devices."""
+    places = np.arange(len(chain.borders))[:, None]
+    return mixed_costs([ProgramCosts(runnable, chain)], places, MIXTURE, [(device, count)])
+
+
 def test_seconds_of_the_blocks_are_the_profiles(tied):
     _, runnable, chain = tied
-    costs = ProgramCosts(runnable, chain).cut_costs(MIXTURE, [(StageDevice(), 1)])
+    costs = priced(runnable, chain, StageDevice(), 1)
     whole = len(chain.borders) - 1
     for number, bucket in enumerate(MIXTURE):
         placement = runnable.priced.placement(bucket.sizes, 1)
@@ -95,10 +103,8 @@ def test_too_little_memory_is_refused(tied):
 
 def test_memory_is_no_matter_where_it_is_plenty(tied):
     _, runnable, chain = tied
-    costs = ProgramCosts(runnable, chain)
     free, ample = (
-        best_cut(costs.cut_costs(MIXTURE, [(StageDevice(1.0, memory), 3)]))
-        for memory in (inf, 1e12)
+        best_cut(priced(runnable, chain, StageDevice(1.0, memory), 3)) for memory in (inf, 1e12)
     )
     assert free.expected_s == pytest.approx(ample.expected_s)
 

@@ -25,7 +25,7 @@ from dcpc.compiled.pipeline import (
     stages_problem,
 )
 from dcpc.compiled.pipeline.borders import common_borders
-from dcpc.compiled.pipeline.costs import mixed_costs, mixture_dims
+from dcpc.compiled.pipeline.stage_costs import mixed_costs, mixture_dims
 from dcpc.errors import PlanError
 from dcpc.plan.options import PlanOptions
 from dcpc.runtime.planner.plan_file import plan_json, plan_of

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from dcpc.buckets import Bucket
 from dcpc.ir import PlanRow
 from dcpc.runtime.planner.own_lengths import BatchLengths, OwnLengths
-from dcpc.runtime.planner.packed import planning
-from dcpc.runtime.planner.packed.planning import PackedPrices
+from dcpc.runtime.planner.packed import bins
+from dcpc.runtime.planner.packed.bins import PackedPrices
 from dcpc.runtime.planner.step_planner import plan_rows, plan_step
 from dcpc.runtime.planner.table import PlanTable
 
@@ -200,8 +200,8 @@ def test_turns_close_part_of_what_the_start_lacks():
 
 
 def test_an_evolution_goes_on_from_the_search_that_was_made(monkeypatch):
-    searched, search = [], planning.search
-    monkeypatch.setattr(planning, "search", lambda work: searched.append(work) or search(work))
+    searched, search = [], bins.search
+    monkeypatch.setattr(bins, "search", lambda work: searched.append(work) or search(work))
     lengths, prices = list(enumerate(drawn(0))), PackedPrices(lengths_of())
     first, _ = plan_rows(lengths, WIDE, prices)
     further, _ = plan_rows(lengths, WIDE, prices, turns=range(20))

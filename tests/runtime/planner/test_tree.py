@@ -8,9 +8,9 @@ import pytest
 
 from dcpc.runtime.planner.packed.evolution import Cycle
 from dcpc.runtime.planner.packed.fluid import ShortFluid
-from dcpc.runtime.planner.packed.kinds import BinKind, PackedWork
-from dcpc.runtime.planner.packed.search import search
+from dcpc.runtime.planner.packed.layouts_search import search
 from dcpc.runtime.planner.packed.tree import ROOT, Tree
+from dcpc.runtime.planner.packed.ways import BinKind, PackedWork
 
 TOKEN_S, SQUARE_S = 2e-3, 2e-5
 

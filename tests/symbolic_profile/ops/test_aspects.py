@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from dcpc.codegen.joint.position_tables import VIEWS
-from dcpc.fx.fakes.views import VIEW_OPS
+from dcpc.fx.fakes.view_fakes import VIEW_OPS
 from dcpc.fx.writes import APART
 from dcpc.passes.sharding.op_kinds import VIEW_KINDS
 from dcpc.passes.sharding.rules import rule_table

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from dcpc.buckets import Buckets
-from dcpc.compiled.pipeline.costs import MixedBucket, StageDevice
 from dcpc.compiled.pipeline.cut import StagePlan, plan_stages
+from dcpc.compiled.pipeline.stage_costs import MixedBucket, StageDevice
 from dcpc.compiled.pipeline.trained.planner import PipelinePlanner, at_batch
 from dcpc.plan.planning import Planned
 from dcpc.runtime.pipeline.layout import PipelineLayout

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from dcpc.buckets import BATCH, Bucket, Fixed, Sizes, held_by
-from dcpc.codegen.lower.unpad import rows_name
+from dcpc.codegen.lower.unpad_rewriting import rows_name
 from dcpc.compiled.pipeline.borders import borders_like, homes_of
 from dcpc.compiled.pipeline.chain import chain_of
 from dcpc.compiled.pipeline.stages import ProgramStage, stages_of

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dcpc.buckets import BATCH, Bucket, Buckets
-from dcpc.compiled.pipeline.costs import StageDevice
 from dcpc.compiled.pipeline.model_stage import ModelStage
 from dcpc.compiled.pipeline.scheduled import ScheduledStages
+from dcpc.compiled.pipeline.stage_costs import StageDevice
 from dcpc.compiled.pipeline.stages import ProgramStage
 from dcpc.compiled.pipeline.trained.ladder import Ladder
 from dcpc.errors import PlanError
 from dcpc.ir import PlanRow
 from dcpc.runtime.pipeline.layout import PipelineLayout
-from dcpc.runtime.pipeline.planning import LIMIT, PlannedPipeline, plan_replicas
+from dcpc.runtime.pipeline.replicas import LIMIT, PlannedPipeline, plan_replicas
 from dcpc.runtime.pipeline.schedule import PipelineSchedule
 from dcpc.runtime.planner.own_lengths import BatchLengths
 from dcpc.runtime.planner.plans import PlannedMicroBatch, StepPlan, step_plan

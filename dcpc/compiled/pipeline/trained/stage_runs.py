@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dcpc.buckets import BATCH, Bucket, Sizes
 from dcpc.codegen.lower.output_pieces import OutputPiece
-from dcpc.codegen.lower.unpad import rows_name
+from dcpc.codegen.lower.unpad_rewriting import rows_name
 from dcpc.compiled.editions import Edition
 from dcpc.compiled.model.core import ModelCore
 from dcpc.compiled.model.insight import ModelInsight
@@ -21,7 +21,7 @@ from dcpc.compiled.outputs.wanted import WithOutputs
 from dcpc.compiled.pipeline.trained.cutting import CutModel
 from dcpc.compiled.pipeline.trained.own_stages import OwnSetting, OwnStages
 from dcpc.compiled.pipeline.trained.ownership import AgreedStages, StageStore
-from dcpc.compiled.pipeline.trained.report import stages_report
+from dcpc.compiled.pipeline.trained.stages_report import stages_report
 from dcpc.compiled.unpadding.sides import CallSetting
 from dcpc.errors import DcpcError, DispatchError
 from dcpc.ir import Program

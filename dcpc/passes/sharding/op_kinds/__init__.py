@@ -16,7 +16,7 @@ from dcpc.passes.sharding.op_kinds import (
     views,
     windows,
 )
-from dcpc.passes.sharding.op_kinds.call import OpCall, all_whole, arguments
+from dcpc.passes.sharding.op_kinds.op_call import OpCall, all_whole, arguments
 from dcpc.passes.sharding.op_kinds.views import regroup
 from dcpc.passes.sharding.rule_types import OpSharding
 

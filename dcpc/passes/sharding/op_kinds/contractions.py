@@ -9,7 +9,7 @@ import sympy
 from sympy import divisors
 
 from dcpc.passes.sharding.factors import quotient
-from dcpc.passes.sharding.op_kinds.call import (
+from dcpc.passes.sharding.op_kinds.op_call import (
     NameSizes,
     OpCall,
     Shape,

@@ -6,7 +6,7 @@ import sympy
 from torch import fx
 
 from dcpc.ops.tiled import tiling_of
-from dcpc.passes.sharding.op_kinds.call import (
+from dcpc.passes.sharding.op_kinds.op_call import (
     OpCall,
     all_whole,
     broadcast,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dcpc.passes.sharding.op_kinds.call import NameSizes, OpCall, broadcast, members, own
+from dcpc.passes.sharding.op_kinds.op_call import NameSizes, OpCall, broadcast, members, own
 from dcpc.passes.sharding.rule_types import Names, OpSharding
 
 

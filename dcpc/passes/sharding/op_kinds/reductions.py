@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dcpc.passes.sharding.op_kinds.call import OpCall, members, own
 from dcpc.passes.sharding.op_kinds.elementwise import pointwise
+from dcpc.passes.sharding.op_kinds.op_call import OpCall, members, own
 from dcpc.passes.sharding.rule_types import OpSharding
 
 _ADDS_UP = ("sum", "nansum", "count_nonzero")

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from dcpc.passes.sharding.factors import quotient
-from dcpc.passes.sharding.op_kinds.call import NameSizes, OpCall, Shape, all_whole, members, own
+from dcpc.passes.sharding.op_kinds.op_call import NameSizes, OpCall, Shape, all_whole, members, own
 from dcpc.passes.sharding.rule_types import Names, OpSharding, RowWindow
 
 

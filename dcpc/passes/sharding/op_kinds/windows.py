@@ -12,7 +12,7 @@ from dataclasses import replace
 import sympy
 
 from dcpc.passes.sharding.factors import quotient
-from dcpc.passes.sharding.op_kinds.call import NameSizes, OpCall, members, own
+from dcpc.passes.sharding.op_kinds.op_call import NameSizes, OpCall, members, own
 from dcpc.passes.sharding.rule_types import Names, OpSharding, RowWindow
 
 Dims = list[tuple[str, ...]]

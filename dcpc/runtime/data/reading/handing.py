@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 
 from dcpc.runtime.data.cuts import PlannedBatch
-from dcpc.runtime.data.reading.parts import check_same
 from dcpc.runtime.data.reading.stream import SampleStream
+from dcpc.runtime.data.reading.stream_parts import check_same
 from dcpc.runtime.data.samples import Samples
 from dcpc.runtime.data.window import Position
 from dcpc.runtime.groups.relay import Relay

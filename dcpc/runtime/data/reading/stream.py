@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from dcpc.errors import DataError, DcpcError
-from dcpc.runtime.data.reading.parts import END, PartsInTurn, refuse_short
+from dcpc.runtime.data.reading.stream_parts import END, PartsInTurn, refuse_short
 from dcpc.runtime.data.window import Position
 
 

@@ -17,8 +17,8 @@ from random import Random
 
 from dcpc.runtime.planner.packed.filling import PackedDraft, filled
 from dcpc.runtime.planner.packed.fluid import ShortFluid
-from dcpc.runtime.planner.packed.kinds import PackedWork
 from dcpc.runtime.planner.packed.tree import ROOT, Bins, Long, Tree
+from dcpc.runtime.planner.packed.ways import PackedWork
 
 # The share of a cheapest micro-batch beyond which a sequence counts as long, of cycles in turn.
 _SHARES = (1.0, 0.5)

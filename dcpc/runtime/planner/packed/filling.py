@@ -9,8 +9,8 @@ from math import inf
 import numpy as np
 
 from dcpc.runtime.planner.packed.fluid import ShortFluid
-from dcpc.runtime.planner.packed.kinds import Floats, PackedWork
 from dcpc.runtime.planner.packed.layout import Laid
+from dcpc.runtime.planner.packed.ways import Floats, PackedWork
 
 # Micro-batches that are offered a sequence before it counts as left over.
 _OFFERS = 8

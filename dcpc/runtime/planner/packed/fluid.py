@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dcpc.runtime.planner.packed.kinds import Floats, Integers, PackedWork
+from dcpc.runtime.planner.packed.ways import Floats, Integers, PackedWork
 
 _ROUNDING = 1e-9
 # Micro-batches of a rank in a step beyond which A is taken to go on as before.

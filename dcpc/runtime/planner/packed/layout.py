@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dcpc.runtime.planner.packed.fluid import ShortFluid
-from dcpc.runtime.planner.packed.kinds import Floats, Integers, PackedWork
+from dcpc.runtime.planner.packed.ways import Floats, Integers, PackedWork
 
 # Of two places that displace as much the one of fewer rank-seconds; counts as much beside tokens.
 _THRIFT = 1e-3

@@ -14,8 +14,8 @@ import numpy as np
 
 from dcpc.runtime.planner.packed.filling import PackedDraft, empty_bin
 from dcpc.runtime.planner.packed.fluid import ShortFluid
-from dcpc.runtime.planner.packed.kinds import PackedWork
 from dcpc.runtime.planner.packed.layout import Laid, LaidGroup, Segment, first_rank
+from dcpc.runtime.planner.packed.ways import PackedWork
 
 Long = tuple[int, ...]  # the long sequences of a micro-batch
 Bins = tuple[Long, ...]

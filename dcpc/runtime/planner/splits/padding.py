@@ -44,7 +44,7 @@ def share_padding(
     if not all(rows):
         return None
     place = {bucket: i for i, bucket in enumerate(chain)}
-    cost = _Cost(rows, len(samples))
+    cost = _ChainCost(rows, len(samples))
     # As if all ranks were replicas of a pipeline of two stages: the sum of all seconds over the
     # ranks, and once the longest, which is what the last rank may end too late.
     split = microbatch(
@@ -80,7 +80,7 @@ def split_by_length(
     most = max(row.micro_batch for row in rows)
     points = [lengths.own.points(bucket, rows, dims, most) for dims in ladder]
     priced = [[replace(rows[0], micro_batch=n, seconds_s=s) for n, s in own] for own in points]
-    cost = _Cost(priced, len(ids))
+    cost = _ChainCost(priced, len(ids))
     place = {dims: i for i, dims in enumerate(ladder)}
     longest = [place[padded[i]] + 1 for i in ids]
     split = microbatch(longest, cost, 1.0, stages, replicas=world // rows[0].sp)
@@ -94,7 +94,7 @@ def split_by_length(
     return tuple(found)
 
 
-class _Cost(PaddedCost):
+class _ChainCost(PaddedCost):
     """Seconds of n samples of the i-th bucket of a chain, from 1, on the lines between its rows."""
 
     def __init__(self, rows: Sequence[Sequence[PlanRow]], most: int) -> None:

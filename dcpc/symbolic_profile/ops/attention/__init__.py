@@ -1,7 +1,5 @@
 """Transient memory of attention, and the pairs of query and key it computes."""
 
-from dcpc.symbolic_profile.ops.attention.kernels import BSHD, kernel, kernel_backward
-from dcpc.symbolic_profile.ops.attention.of_rows import rows_backward, rows_forward
 from dcpc.symbolic_profile.ops.attention.rings import (
     ring_backward,
     ring_backward_bound,
@@ -9,7 +7,9 @@ from dcpc.symbolic_profile.ops.attention.rings import (
     ring_forward_bound,
     swap,
 )
-from dcpc.symbolic_profile.ops.attention.whole import (
+from dcpc.symbolic_profile.ops.attention.row_costs import rows_backward, rows_forward
+from dcpc.symbolic_profile.ops.attention.scratch import BSHD, kernel, kernel_backward
+from dcpc.symbolic_profile.ops.attention.whole_costs import (
     backward,
     backward_bound,
     blocks,

@@ -2,7 +2,7 @@
 
 Follows `codegen/collectives/ring_passing.py` line by line: which buffers of keys, values and their
 gradients its variables and its messages have, and beside them what the largest rectangle of a step
-takes (`parts.py`).
+takes (`shapes.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from typing import Any, NamedTuple
 from dcpc.ops.attention import RunOfRows, Sight
 from dcpc.ops.attention.rectangles import QueryCutter, Rectangle
 from dcpc.ops.ring_route import DIRECTIONS, Route, RowSplit, route
-from dcpc.symbolic_profile.ops.attention.parts import HeadSizes, Part, backward_bytes, forward_bytes
+from dcpc.symbolic_profile.ops.attention.shapes import (
+    HeadSizes,
+    Part,
+    backward_bytes,
+    forward_bytes,
+)
 from dcpc.symbolic_profile.polynomials import FUNCTIONS, OfIntegers, each_point
 
 MOST_POSITIONS = 8  # of a ring that are all followed
@@ -86,7 +91,7 @@ def ring_bytes(*sizes: int) -> int:
     if len(like) > MOST_POSITIONS:
         middle, end = len(like) // 2, MOST_POSITIONS // 4
         like = [*like[:end], *like[middle - end : middle + end], *like[-end:]]
-    return max(_Position(ring, heads, way, everywhere, i).held() for i in like)
+    return max(_RingPosition(ring, heads, way, everywhere, i).held() for i in like)
 
 
 def _split(size: int, parent: int, shift: int, zigzag: int, rows: int) -> RowSplit:
@@ -102,7 +107,7 @@ class _Buffer:
         self.size_bytes = size_bytes
 
 
-class _Position:
+class _RingPosition:
     """One position of a ring, and its peak of live bytes so far.
 
     Args:

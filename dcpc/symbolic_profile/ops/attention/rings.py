@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import sympy
 
 from dcpc.ops.attention import kernel_name
-from dcpc.symbolic_profile.ops.attention.kernels import BSHD, accumulator, kernel, kernel_backward
-from dcpc.symbolic_profile.ops.attention.parts import DTYPES, head_sizes
 from dcpc.symbolic_profile.ops.attention.ring_steps import RingBytes
-from dcpc.symbolic_profile.ops.attention.whole import (
+from dcpc.symbolic_profile.ops.attention.scratch import BSHD, accumulator, kernel, kernel_backward
+from dcpc.symbolic_profile.ops.attention.shapes import DTYPES, head_sizes
+from dcpc.symbolic_profile.ops.attention.whole_costs import (
     blocks,
     blocks_backward,
     groups_of,

@@ -10,7 +10,7 @@ import functools
 from typing import Any, NamedTuple
 
 from dcpc.ops.attention import Sight
-from dcpc.symbolic_profile.ops.attention.parts import HeadSizes, backward_bytes, forward_bytes
+from dcpc.symbolic_profile.ops.attention.shapes import HeadSizes, backward_bytes, forward_bytes
 from dcpc.symbolic_profile.polynomials import FUNCTIONS, OfIntegers, each_point
 
 

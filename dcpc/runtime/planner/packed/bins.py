@@ -14,8 +14,8 @@ from dcpc.errors import PlanError
 from dcpc.ir import PlanRow
 from dcpc.runtime.planner.own_lengths import Dims, OwnLengths
 from dcpc.runtime.planner.packed.filling import Bin, PackedDraft
-from dcpc.runtime.planner.packed.kinds import BinKind, PackedWork, worthwhile
-from dcpc.runtime.planner.packed.search import Searched, search
+from dcpc.runtime.planner.packed.layouts_search import Searched, search
+from dcpc.runtime.planner.packed.ways import BinKind, PackedWork, worthwhile
 from dcpc.runtime.planner.plans import PlannedMicroBatch
 from dcpc.runtime.planner.table import PlanTable
 

@@ -14,7 +14,8 @@ from torch import fx
 from torch.utils._sympy.functions import CeilDiv
 
 from dcpc.ops.attention import DEMANDS, ROWS, WIDEST, Sight, added_dtype, kernel_name, masks_window
-from dcpc.symbolic_profile.ops.attention.kernels import (
+from dcpc.symbolic_profile.ops.attention.runs import RunBytes
+from dcpc.symbolic_profile.ops.attention.scratch import (
     BSHD,
     ONE,
     ZERO,
@@ -23,8 +24,7 @@ from dcpc.symbolic_profile.ops.attention.kernels import (
     kernel_backward,
     lies_badly,
 )
-from dcpc.symbolic_profile.ops.attention.parts import DTYPES, head_sizes
-from dcpc.symbolic_profile.ops.attention.runs import RunBytes
+from dcpc.symbolic_profile.ops.attention.shapes import DTYPES, head_sizes
 from dcpc.symbolic_profile.ops.facts import CallFacts, Facts, TensorFacts, argument
 from dcpc.symbolic_profile.polynomials import Shares, Short, larger
 

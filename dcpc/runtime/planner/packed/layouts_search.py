@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from dcpc.runtime.planner.packed.bound import averaged_bound, packed_bound
 from dcpc.runtime.planner.packed.evolution import evolved
 from dcpc.runtime.planner.packed.filling import PackedDraft, filled
 from dcpc.runtime.planner.packed.fluid import ShortFluid
-from dcpc.runtime.planner.packed.kinds import PackedWork
 from dcpc.runtime.planner.packed.layout import Layout
+from dcpc.runtime.planner.packed.room_bound import averaged_bound, packed_bound
+from dcpc.runtime.planner.packed.ways import PackedWork
 
 # The step's seconds are looked for as finely as this, first this far above the bound.
 _FINELY, _FIRST = 0.003, 0.02

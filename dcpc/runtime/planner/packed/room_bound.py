@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dcpc.runtime.planner.packed.kinds import Floats, Integers, PackedWork
+from dcpc.runtime.planner.packed.ways import Floats, Integers, PackedWork
 
 _ROUNDING = 1e-9
 # Sequences of lengths within this share are counted as the shortest of them, where there are more.
@@ -29,7 +29,7 @@ _ROOMS = 6
 _MOST_BINS = 64
 
 
-class _Needs:
+class _LeastSeconds:
     """Least seconds of sequences, by amounts of room, [amount, length]."""
 
     def __init__(self, work: PackedWork) -> None:
@@ -100,12 +100,12 @@ class _Needs:
 
 def averaged_bound(work: PackedWork) -> float:
     """Returns a bound in little time: each sequence pays its share of a full micro-batch."""
-    return _averaged(_Needs(work))
+    return _averaged(_LeastSeconds(work))
 
 
 def packed_bound(work: PackedWork, most_s: float) -> float:
     """Returns a lower bound of the seconds of a step."""
-    needs = _Needs(work)
+    needs = _LeastSeconds(work)
     low_s, high_s = _averaged(needs), most_s
     while high_s > low_s * (1 + _FINELY):
         middle_s = (low_s + high_s) / 2
@@ -113,7 +113,7 @@ def packed_bound(work: PackedWork, most_s: float) -> float:
     return min(low_s, most_s)
 
 
-def _averaged(needs: _Needs) -> float:
+def _averaged(needs: _LeastSeconds) -> float:
     low_s = needs.longest_s
     high_s = max(low_s, needs.averaged_s(low_s))
     while high_s > low_s * (1 + _FINELY):

@@ -11,7 +11,7 @@ from dcpc.buckets import path_of
 from dcpc.compiled.materialize import Init, made_real, memory_of
 from dcpc.compiled.model.core import ModelCore
 from dcpc.errors import CheckpointError, DispatchError, checking_call
-from dcpc.runtime.checkpoint.checkpoints import Checkpoints
+from dcpc.runtime.checkpoint.checkpoints import CheckpointWriter
 from dcpc.runtime.checkpoint.parts import Checkpoint, NamedParameters, Parts, Stateful
 from dcpc.runtime.checkpoint.saving import Saving
 from dcpc.runtime.groups.agreement import agree
@@ -27,7 +27,7 @@ class ModelSaving:
 
     def __init__(self, core: ModelCore, model: NamedParameters) -> None:
         self.core, self._model = core, model
-        self._checkpoints = Checkpoints(core.groups)
+        self._checkpoints = CheckpointWriter(core.groups)
 
     def materialize(self, init: Init = None) -> None:
         """Gives a model that was compiled on the meta device memory and values.

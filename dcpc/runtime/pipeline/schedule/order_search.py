@@ -16,11 +16,11 @@ from math import inf
 
 from dcpc.errors import PlanError
 from dcpc.runtime.pipeline.schedule.actions import PipelineSchedule, PipelineWork
-from dcpc.runtime.pipeline.schedule.bound import PipelineBound, lower_bound
 from dcpc.runtime.pipeline.schedule.check import check
 from dcpc.runtime.pipeline.schedule.orders import adaptive, one_f_one_b
 from dcpc.runtime.pipeline.schedule.recompute import fitted
 from dcpc.runtime.pipeline.schedule.replay import PipelineReplay, replay
+from dcpc.runtime.pipeline.schedule.schedule_bound import PipelineBound, lower_bound
 from dcpc.runtime.pipeline.schedule.wait_free import WaitFree
 
 LIMIT = 16_000  # simulated actions
@@ -109,7 +109,7 @@ def sequences(work: PipelineWork) -> dict[str, list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Point:
+class _OrderInput:
     """The input from which a wait-free order is made."""
 
     sequence: tuple[int, ...]
@@ -134,7 +134,7 @@ class _Tries:
         self.made_by = ""
         self.schedule: PipelineSchedule | None = None
         self.found: PipelineReplay | None = None
-        self.point: _Point | None = None
+        self.point: _OrderInput | None = None
         self.point_s = inf
         self.spare = tuple(
             max((max(h.forward_bytes for h in hops) for hops in work.hops), default=0.0)
@@ -172,11 +172,11 @@ class _Tries:
                         self._take(order, f"adaptive, {name}")
                 room = replace(work, memory_bytes=self.room)
                 for least, more in ((fitted(room, sequence, caps), False), (work.fastest, True)):
-                    point = _Point(tuple(sequence), least, caps, more)
+                    point = _OrderInput(tuple(sequence), least, caps, more)
                     self.try_point(point, f"wait-free, {name}, holds {shape}")
         if self.point is None:
             every = tuple(tuple(len(options) - 1 for options in row) for row in work.costs)
-            point = _Point(tuple(range(work.micro_batches)), every, serial_caps(work.stages))
+            point = _OrderInput(tuple(range(work.micro_batches)), every, serial_caps(work.stages))
             self.try_point(point, "one at a time")
         if self.found is None:
             self._serial()
@@ -186,7 +186,7 @@ class _Tries:
         while self.point is not None and not self.done:
             self.try_point(_changed(self.work, self.point, rng), "search")
 
-    def try_point(self, point: _Point, name: str) -> None:
+    def try_point(self, point: _OrderInput, name: str) -> None:
         """Keeps a wait-free order that ends earlier, or as early with no more recompute.
 
         One that ends no earlier than the best schedule is where the search goes on, and is not
@@ -245,7 +245,7 @@ class _Tries:
             )
 
 
-def _changed(work: PipelineWork, point: _Point, rng: random.Random) -> _Point:
+def _changed(work: PipelineWork, point: _OrderInput, rng: random.Random) -> _OrderInput:
     """Returns a point beside another."""
     count, stages = work.micro_batches, work.stages
     what = rng.random()

@@ -14,7 +14,7 @@ import sympy
 import torch
 
 from dcpc.ops.attention import Capability, Sight
-from dcpc.symbolic_profile.ops.attention.kernels import backward_buffers, kernel, lies_badly
+from dcpc.symbolic_profile.ops.attention.scratch import backward_buffers, kernel, lies_badly
 from dcpc.symbolic_profile.ops.facts import CallFacts, TensorFacts
 
 Part = tuple[int, int, Sight]  # queries, keys, who sees whom
@@ -106,7 +106,7 @@ def head_sizes(call: CallFacts, backward: bool) -> tuple[sympy.Expr, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _PartCall:
-    """A kernel's call with known sizes, as the formulas of `kernels.py` read it."""
+    """A kernel's call with known sizes, as the formulas of `scratch.py` read it."""
 
     query: TensorFacts
     key: TensorFacts

@@ -40,10 +40,10 @@ def index_name(which: str, number: int = 0) -> str:
 def apply_unpad(program: Program, plan: UnpadPlan) -> Program:
     """Returns a program that computes the plan's values for valid rows alone."""
     assert not plan.reason, plan.reason
-    return _Unpadding(program, plan).run()
+    return _UnpadRewriting(program, plan).run()
 
 
-class _Unpadding(RowRewriting):
+class _UnpadRewriting(RowRewriting):
     def __init__(self, program: Program, plan: UnpadPlan) -> None:
         self.plan = plan
         self.number = next(i for i in count() if rows_name(i) not in program.symbols)

@@ -25,7 +25,7 @@ from dcpc.codegen import LoweredPair
 from dcpc.compiled.pipeline.chain import CallChain
 from dcpc.compiled.pipeline.model_stage import states_of
 from dcpc.ir import Placement, Program, Schedule
-from dcpc.passes.stages.costs import CutCosts, Floats
+from dcpc.passes.stages.cut_costs import CutCosts, Floats
 from dcpc.plan.prices.priced import Priced
 from dcpc.plan.runnable import Runnable
 from dcpc.symbolic_profile import Device, Ledger, Meter, OptimizerMemory
@@ -110,22 +110,6 @@ class ProgramCosts:
     def device(self) -> Device:
         """Device that has speed 1."""
         return self._traced.device
-
-    def cut_costs(
-        self,
-        mixture: Sequence[MixedBucket],
-        kinds: Sequence[tuple[StageDevice, int]],
-        all_devices: bool = False,
-    ) -> CutCosts:
-        """Returns the costs of every possible stage.
-
-        Args:
-            mixture: shapes, whose shares add up to 1.
-            kinds: kinds of devices, with the number of each.
-            all_devices: whether each device has to have a stage.
-        """
-        places = np.arange(len(self._chain.borders))[:, None]
-        return mixed_costs([self], places, mixture, kinds, all_devices)
 
     def of_kind(
         self, sizes: Sizes, kind: StageDevice, depth: int, fixed: Floats, at: Integers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sympy
 
 from dcpc.ops.attention import ROWS
-from dcpc.symbolic_profile.ops.attention.kernels import ZERO, accumulator, kernel, kernel_backward
+from dcpc.symbolic_profile.ops.attention.scratch import ZERO, accumulator, kernel, kernel_backward
 from dcpc.symbolic_profile.ops.facts import CallFacts
 from dcpc.symbolic_profile.polynomials import larger
 
