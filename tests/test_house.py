@@ -21,7 +21,7 @@ JOINED: dict[str, int] = {
     "ops of other libraries are priced by the calls that their kernels make": 164,
     "forward may compare type(x) with torch.Tensor": 26,
     "rotary tables are made once a call, which Inductor made in every layer's kernels": 54,
-    "train_step adds up later micro-batches; calls look up tensors and shapes in less Python": 82,
+    "train_step adds up micro-batches; calls look up tensors and shapes in less Python": 88,
     "models that check values and raise, as transformers' speech models do": 95,
     "logits and MLPs some rows at a time: an op whose graphs are a program's": 1_237,
     "plan files of packed rows; micro-batches in parts of like length where these take less": 37,
@@ -33,6 +33,7 @@ JOINED: dict[str, int] = {
     "placements whose tables grow too large: a variable is held at each of its labels": 53,
     "errors show the user's own lines, dims by name, and the value that was meant": 65,
     "transformers' Trainer takes pipeline= and parameters=": 222,
+    "a line where Inductor compiles for long: what takes the time, and where it is kept": 26,
 }
 # Benchmark of a capability that joined -> its lines in benchmarks/.
 MEASURED: dict[str, int] = {"tiles": 112, "away": 106, "both": 44}

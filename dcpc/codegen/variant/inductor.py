@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
@@ -22,6 +24,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InductorError, LoweringException
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.scheduler import BaseSchedulerNode, ExternKernelSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
 from torch._ops import OpOverload
@@ -33,6 +36,9 @@ from dcpc.errors import CodegenError
 from dcpc.fx.torch_api.torch_inductor import CAN_FUSE, LAYOUTS, LOWERINGS, SUMS, WAIT, settings
 
 log = logging.getLogger(__name__)
+
+PATIENCE_S = 10.0  # compiling that takes longer is told, once a process
+TOLD: list[str] = []
 
 
 def decompositions() -> Mapping[Any, Any]:
@@ -177,16 +183,32 @@ def together() -> Iterator[None]:
     """Delays the wait for kernels of all graphs compiled within its block to the block's end.
 
     So the kernels of one graph compile while the next is lowered. None of them can run before.
+    Rank 0 says once on the log "dcpc" that it takes long.
     """
     waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
 
     def later(kernels: AsyncCompile, module: dict[str, Any]) -> None:
         waiting.append((kernels, module))
 
-    with WAIT.put(later):
-        yield
-    for kernels, module in waiting:
-        kernels.wait(module)
+    slow = threading.Timer(PATIENCE_S, _tell_slow)
+    slow.daemon = True
+    slow.start()
+    try:
+        with WAIT.put(later):
+            yield
+        for kernels, module in waiting:
+            kernels.wait(module)
+    finally:
+        slow.cancel()
+
+
+def _tell_slow() -> None:
+    if os.environ.get("RANK", "0") == "0" and not TOLD:
+        TOLD.append(cache_dir())
+        log.warning(
+            "Inductor compiles kernels, which takes from seconds to minutes at a model's first "
+            "steps; they stay in %s for later runs; backend='eager' starts at once", *TOLD,
+        )  # fmt: skip
 
 
 def _fix_layouts(graph: fx.Graph) -> None:

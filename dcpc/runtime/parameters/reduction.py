@@ -150,6 +150,7 @@ class Reduction:
         self._bucket = {id(p): b for b in self._buckets for p in b.params}
         self._used: dict[int, bool] = {}  # id of the parameter -> this rank has a gradient
         self._next = 0  # first bucket that is not on the wire
+        self._kept = set[int]()  # addresses of gradients that stay where they were made
 
     def _over(self) -> dist.ProcessGroup | None:
         """Returns the group of the ranks that sum; None of one."""
@@ -182,6 +183,21 @@ class Reduction:
             else:
                 p.grad = gradient
         self._settled(bucket, p)
+
+    def add(self, p: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        """Adds a gradient to those of earlier micro-batches, as autograd would.
+
+        The first one stays where it is, if nothing else is in its memory.
+        """
+        if p.grad is not None:
+            p.grad.add_(gradient)
+            return
+        made = dense_gradient(gradient)
+        memory = made.untyped_storage()
+        alone = memory.nbytes() == made.nbytes and memory.data_ptr() not in self._kept
+        self._kept.add(memory.data_ptr())
+        stays = alone and made.dtype == p.dtype and made.stride() == p.stride()
+        p.grad = made if stays else torch.empty_like(p, requires_grad=False).copy_(made)
 
     def _settled(self, bucket: CommBucket, p: torch.nn.Parameter) -> None:
         """Sends the comm buckets that are complete, as a parameter's gradient is final."""
@@ -263,15 +279,6 @@ class Reduction:
         return False
 
 
-def add_gradient(p: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """Adds a gradient to that of earlier micro-batches, as autograd would."""
-    if p.grad is None:
-        p.grad = torch.empty_like(p, requires_grad=False)
-        p.grad.copy_(dense_gradient(gradient))
-    else:
-        p.grad.add_(gradient)
-
-
 def used_anywhere(
     used: Mapping[int, bool], groups: Groups, given_up: bool
 ) -> dict[int, int] | None:
@@ -306,7 +313,7 @@ def trained(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter
 
 def summary(params: Sequence[torch.nn.Parameter]) -> str:
     """Returns a text that is equal on ranks whose gradients can be added."""
-    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in params})
+    kinds = sorted(str(d).removeprefix("torch.") for d in {p.dtype for p in params})
     numel = sum(p.numel() for p in params)
     return f"{len(params)} parameters, {numel} elements of {'+'.join(kinds) or 'no type'}"
 

@@ -18,7 +18,6 @@ from dcpc.runtime.parameters.reduction import (
     COMM_BUCKET_BYTES,
     GivenUpError,
     Reduction,
-    add_gradient,
     summary,
     trained,
 )
@@ -173,7 +172,7 @@ class OnGroup:
 
         Marks the clock before the first micro-batch and after each.
         """
-        losses, groups, later = [], self.store.groups, None
+        losses, groups = [], self.store.groups
         counts = [turn.own is not None and turn.own.weight != 0 for turn in turns]
         last = max((i for i, each in enumerate(counts) if each), default=-1)
         clock.mark()
@@ -191,7 +190,7 @@ class OnGroup:
                 continue
             attempt.running = mb
             takes = reduction.takes_all or (i == last and groups.world > 1)
-            deliver = reduction.deliver if takes else later
+            deliver = reduction.deliver if takes else reduction.add
             with named(partial(name_of, mb, groups.rank)):
                 inputs = mb.inputs_on(groups.device)
                 with self._handing(deliver):
@@ -201,7 +200,6 @@ class OnGroup:
                 factor = mb.weight / total
                 (loss * factor).backward()
                 reduction.collect()
-            later = None if reduction.takes_all else add_gradient
             if mb.ranks[0] == groups.rank:
                 losses.append(loss.detach().double() * factor)
             clock.mark()

@@ -1,5 +1,6 @@
 """Backward hands over gradients as soon as they are final: all of them, once, in good time."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -116,3 +117,31 @@ def test_hooks_of_the_user_are_called_in_every_micro_batch(compiled):
         assert torch.equal(p.grad, want)
         calls.clear()
     compiled.zero_grad()
+
+
+class Twins(torch.nn.Module):
+    """Two parameters whose gradients are one tensor, and one that lies otherwise than its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.randn(4)) for _ in range(2))
+        self.turned = torch.nn.Parameter(torch.randn(4, 4).t())
+
+    def forward(self, x):
+        return ((x + self.a + self.b) @ self.turned).square().mean()
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_gradients_that_share_memory_are_added_up_apart(backend):
+    torch.manual_seed(0)
+    model = Twins().double()
+    plain, data = copy.deepcopy(model), [{"x": x} for x in torch.randn(3, 5, 4).double()]
+    buckets = dcpc.Buckets({"x": "float64[batch, seq, 4]"}, [{"seq": 5, "batch": 1}])
+    compiled = dcpc.compile(model, buckets, backend=backend, verify="off")
+    (step,) = dcpc.DataLoader(data, compiled, samples_per_step=3)
+    assert len(step.micro_batches) == 3
+    compiled.train_step(step)
+    plain(torch.stack([each["x"] for each in data])).backward()
+    for p, q in zip(compiled.parameters(), plain.parameters(), strict=True):
+        assert p.grad.stride() == p.stride()
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-14)

@@ -1,10 +1,13 @@
 """Inductor: sizes that it takes for numbers are guarded; what it cannot lower runs as torch's."""
 
+import threading
+
 import pytest
 import torch
 from torch import fx, nn
 from torch._inductor import config
 from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional as F
@@ -87,3 +90,22 @@ def test_code_of_another_processor_is_not_taken_from_inductors_cache(monkeypatch
         monkeypatch.setattr(inductor, "compile_fx_inner", compiling)
         inductor.compile_graph(gm, mode)
     assert keys[0] != keys[1]
+
+
+def test_compiling_that_takes_long_is_told_once_by_rank_0(monkeypatch, caplog):
+    told = threading.Event()
+
+    class Now(threading.Timer):
+        def __init__(self, patience_s, tell):
+            super().__init__(0.0, lambda: (tell(), told.set()))
+
+    monkeypatch.setattr(inductor.threading, "Timer", Now)
+    monkeypatch.setattr(inductor, "TOLD", [])
+    for rank, lines in (("1", 0), ("0", 1), ("0", 1)):
+        monkeypatch.setenv("RANK", rank)
+        told.clear()
+        with inductor.together():
+            assert told.wait(60)
+        assert len(caplog.messages) == lines
+    assert "Inductor compiles kernels" in caplog.text
+    assert cache_dir() in caplog.text
