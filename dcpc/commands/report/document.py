@@ -154,17 +154,21 @@ def _settings(planned: Planned) -> str:
     degrees = sorted({sp for found in by_bucket.values() for sp in found})
     rows = []
     for bucket, found in by_bucket.items():
+        every = planned.tables[bucket]
+        tried = {sp: max(r.micro_batch for r in every if r.sp == sp) for sp in found}
         each = "".join(
-            _setting(found[sp]) if sp in found else "<td>not tried</td>" for sp in degrees
+            _setting(found[sp], tried[sp]) if sp in found else "<td>not tried</td>"
+            for sp in degrees
         )
         why = escape(planned.plans[bucket].reason)
         rows.append(f'<td>{escape(str(bucket))}</td><td class="why">{why}</td>{each}')
     return _table(["bucket", "what binds the choice", *(f"sp {sp}" for sp in degrees)], rows)
 
 
-def _setting(cell: Cell) -> str:
+def _setting(cell: Cell, tried: int) -> str:
     row = cell.row
-    again = f"batch {row.micro_batch} · recompute {row.recompute}"
+    most = " (the most tried)" if row.sp > 1 and row.micro_batch == tried else ""
+    again = f"batch {row.micro_batch}{most} · recompute {row.recompute}"
     if not row.fits:
         needed = f"needs {bytes_text(row.needed_bytes)}"
         return (
