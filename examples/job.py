@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from math import prod
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ from examples.race import Entrant, Lap, race, rank0_decides
 
 MB = 1e6
 LEAST_TRAINING = 0.1
-MAX_COMPARED = 16
+MAX_COMPARED = 24
 
 
 @dataclass(slots=True)
@@ -67,8 +69,10 @@ class Compared:
 
     Attributes:
         name: of the system.
-        seconds_s: of all steps.
-        tokens: trained on, the same for every system; padding does not count.
+        seconds_s: of a step, median.
+        busy_s: processor seconds of the busiest rank in a step, median.
+        speed: of dcpc beside it: median over the steps of the ratio of these processor seconds.
+        tokens: trained on in all steps, the same for every system; padding does not count.
         wire_bytes: sent by all ranks, gradients included.
         peak_bytes: the most that a rank needed.
         loss: of the last step.
@@ -76,6 +80,8 @@ class Compared:
 
     name: str
     seconds_s: float
+    busy_s: float
+    speed: float
     tokens: int
     wire_bytes: int
     peak_bytes: int
@@ -166,6 +172,7 @@ class Job:
         make_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer],
         trained: int,
         positions_of_token: int = 1,
+        least: int = 1,
     ) -> list[Compared]:
         """Runs the steps that come next by dcpc and by others, all from the same weights.
 
@@ -178,6 +185,7 @@ class Job:
             make_optimizer: makes the others'.
             trained: steps that are done.
             positions_of_token: how many of what the loader counts make a token.
+            least: steps at least, whatever time is left.
         """
         entrants = []
         for system in (ours, *others):
@@ -188,28 +196,28 @@ class Job:
                 # It keeps the tensors it is given.
                 own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             entrants.append(Entrant(system, own))
-        begun = False
+        asked = count()
 
         def goes_on() -> bool:
-            nonlocal begun
-            answer = rank0_decides(not begun or self.elapsed_share() < self.compared)
-            begun = True
-            return answer
+            return next(asked) < least or rank0_decides(self.elapsed_share() < self.compared)
 
         # Memory is measured in the first step raced: the next one that has a longest sample.
-        first = max(range(len(ours.steps)), key=lambda i: _size(_longest(ours, i)))
-        laps = race(entrants, range(first, len(ours.steps)), goes_on)
+        every = range(len(ours.steps))
+        first = max(every, key=lambda i: _size(_longest(ours, i)))
+        laps = race(entrants, [first, *(i for i in every if i != first)], goes_on)
         peaks = [e.peak_bytes(first) for e in entrants]
-        raced = ours.steps[first : 1 + max(lap.index for lap in laps)]
-        tokens = sum(step.tokens for step in raced) // positions_of_token
+        raced = {lap.index for lap in laps}
+        tokens = sum(ours.steps[i].tokens for i in raced) // positions_of_token
         systems = zip((ours, *others), peaks, strict=True)
-        compared = [_compared(system, laps, tokens, peak) for system, peak in systems]
+        compared = [_compared(system, ours, laps, tokens, peak) for system, peak in systems]
         self.say(self._table(compared))
         self.say(
-            f"{len(raced)} steps, padding not counted as tokens; wire: all ranks, gradients "
-            "included; peak: parameters, Adam's state and what torch.profiler saw allocated on a "
-            f"rank in the first of these steps, whose longest bucket is {_longest(ours, first)};"
-            f" a rank may use {self.memory_bytes / MB:,.0f} MB (! more than that)\n",
+            f"{len(raced)} steps, in turn; seconds of a step, processor seconds (of the busiest "
+            "rank) and dcpc's speed beside each are medians over them; padding not counted as "
+            "tokens; wire: all ranks, gradients included; peak: parameters, Adam's state and what "
+            "torch.profiler saw allocated on a rank in the first of these steps, whose longest "
+            f"bucket is {_longest(ours, first)}; a rank may use {self.memory_bytes / MB:,.0f} MB "
+            "(! more than that)\n",
             highlight=False,
         )
         return compared
@@ -217,13 +225,17 @@ class Job:
     def _table(self, compared: Sequence[Compared]) -> Table:
         table = Table()
         table.add_column("")
-        for column in ("seconds", "tokens/s", "MB on the wire", "peak MB", "final loss"):
+        for column in (
+            "seconds", "processor", "dcpc's speed", "tokens", "MB on the wire", "peak MB", "loss"
+        ):  # fmt: skip
             table.add_column(column, justify="right")
         for each in compared:
             table.add_row(
                 each.name,
-                f"{each.seconds_s:.1f}",
-                f"{each.tokens / each.seconds_s:,.0f}",
+                f"{each.seconds_s:.2f}",
+                f"{each.busy_s:.2f}",
+                f"{each.speed:.2f}",
+                f"{each.tokens:,}",
                 f"{each.wire_bytes / MB:,.0f}",
                 f"{each.peak_bytes / MB:,.0f}"
                 + (" !" if each.peak_bytes > self.memory_bytes else ""),
@@ -238,11 +250,16 @@ class Job:
             yield progress, progress.add_task("", total=1.0)
 
 
-def _compared(system: System, laps: Sequence[Lap], tokens: int, peak_bytes: int) -> Compared:
+def _compared(
+    system: System, ours: System, laps: Sequence[Lap], tokens: int, peak_bytes: int
+) -> Compared:
     mine = [lap for lap in laps if lap.system == system.name]
+    dcpcs = {lap.index: lap.busy_s for lap in laps if lap.system == ours.name}
     return Compared(
         name=system.name,
-        seconds_s=sum(lap.seconds_s for lap in mine),
+        seconds_s=median(lap.seconds_s for lap in mine),
+        busy_s=median(lap.busy_s for lap in mine),
+        speed=median(lap.busy_s / dcpcs[lap.index] for lap in mine),
         tokens=tokens,
         wire_bytes=sum(lap.wire_bytes for lap in mine),
         peak_bytes=peak_bytes,

@@ -21,7 +21,7 @@ def test_demo_trains_compares_and_draws(tmp_path):
     assert len(history.losses) == len(history.imbalances) == len(history.tokens) > 0
     assert all(0 <= share < 1 for share in history.imbalances)
     names = [each.name.partition(",")[0] for each in found.compared]
-    assert names == ["dcpc", "padded buckets", "plain DDP", "plain DDP"]
+    assert names == ["dcpc", "padded buckets", "DDP", "plain DDP"]
     assert all(each.tokens > 0 and each.peak_bytes > 0 for each in found.compared)
     assert [file.name for file in found.pictures] == ["demo_loss.png", "demo_memory.png"]
     for file in found.pictures:
