@@ -32,20 +32,22 @@ JOINED: dict[str, int] = {
     "integers that forward makes of numbers alone have values in a trace": 102,
     "placements whose tables grow too large: a variable is held at each of its labels": 53,
     "errors show the user's own lines, dims by name, and the value that was meant": 65,
+    "parameters and the optimizer's state beyond the device; units stay where there is room": 700,
+    "calibration: what launches and the rest change by, told apart": 21,
     "transformers' Trainer takes pipeline= and parameters=": 222,
     "a line where Inductor compiles for long: what takes the time, and where it is kept": 26,
 }
 # Benchmark of a capability that joined -> its lines in benchmarks/.
-MEASURED: dict[str, int] = {"tiles": 112, "away": 106, "both": 44}
+MEASURED: dict[str, int] = {"tiles": 112, "away": 106, "both": 44, "tiers": 239}
 MOST = {
     "lines in dcpc/": 76_291 + sum(JOINED.values()),
-    "lines in benchmarks/": 9_454 + sum(MEASURED.values()),
+    "lines in benchmarks/": 9_810 + sum(MEASURED.values()),
     "methods of CompiledModel": 12,
     "methods of PipelinedModel": 12,
     "functions > 50 lines": 10,
     "functions of >= 9 parameters": 7,
     "classes > 12 methods": 30,
-    "class names that differ by an underscore": 1,
+    "class names that differ by an underscore": 0,
     "class names that differ by a plural": 1,
     "file names that repeat": 15,
     'docstrings whose first sentence needs "what"': 8,

@@ -92,6 +92,17 @@ def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> Comp
         return _compiled(model, buckets, options, groups, start_s)
 
 
+def _as_planned(told: PlanOptions, planned: Planned) -> PlanOptions:
+    """Returns options with the plan's choices, by which other programs of the model are made."""
+    asked = planned.request
+    block = asked.block if asked.block < asked.world else 0  # all ranks are one
+    away = ("activations", "parameters") if asked.held_away else told.away
+    return replace(
+        told, parameters=asked.parameters, block=block or None, away=away, device=planned.device,
+        calibration=None, autocast=planned.autocast,
+    )  # fmt: skip
+
+
 def _compiled(
     model: nn.Module, buckets: Buckets, options: CompileOptions, groups: Groups, start_s: float
 ) -> CompiledModel:
@@ -128,12 +139,7 @@ def _compiled(
     def prepare(
         mine: Buckets, programs: Sequence[Program], loss: Loss | None
     ) -> Mapping[Bucket, Runnable]:
-        block = asked.block if asked.block < groups.world else None  # all ranks are one
-        away = ("activations", "parameters") if asked.held_away else told.away
-        same = replace(
-            told, parameters=asked.parameters, block=block or None, loss=loss, away=away,
-            device=planned.device, calibration=None, autocast=planned.autocast,
-        )  # fmt: skip
+        same = replace(_as_planned(told, planned), loss=loss)
         return Traces(model, mine, same, programs=programs).held(same)
 
     core = ModelCore(

@@ -55,7 +55,7 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class _Compiled:
+class _CompiledBlocks:
     """Two blocks of one trace, compiled."""
 
     timed: tuple[Timed, Timed]
@@ -101,14 +101,14 @@ class Bench:
         self._bytes = basis.matrix([w.bytes_moved for w in priced])
         self._monomials = basis.compile(self._symbols)
 
-    def _compile(self, hints: tuple[int, ...] | None) -> _Compiled:
+    def _compile(self, hints: tuple[int, ...] | None) -> _CompiledBlocks:
         """Returns the excerpts of a trace at these hints, compiled."""
         joint = self.traced.lowering(self.placement, hints).joint
         _, (forward, backward) = self._excerpts(hints)
         mode, backend = joint.fake_mode, self.traced.backend
         found = [*forward.compile(backend, mode), *backward.compile(backend, mode)]
         guards = (*joint.guards, *(g.subs(joint.names) for g in found))
-        return _Compiled((forward, backward), guards)
+        return _CompiledBlocks((forward, backward), guards)
 
     def _excerpts(self, hints: tuple[int, ...] | None) -> tuple[Facts, tuple[Timed, Timed]]:
         """Returns forward and backward of a trace at these hints, and the facts of their values."""
@@ -119,7 +119,7 @@ class Bench:
         )
         return facts, (forward, backward)
 
-    def _compiled_for(self, dims: Sizes) -> _Compiled:
+    def _compiled_for(self, dims: Sizes) -> _CompiledBlocks:
         """Returns excerpts that may run at these sizes, compiled for them where none may.
 
         Inductor takes a length for a number where that suits its kernels.
