@@ -8,6 +8,7 @@ import torch
 
 import dcpc
 from dcpc.codegen import delivering
+from dcpc.runtime.parameters.reduction import Reduction
 from models.gpt import GPT, GPTConfig
 
 X = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -119,8 +120,19 @@ def test_hooks_of_the_user_are_called_in_every_micro_batch(compiled):
     compiled.zero_grad()
 
 
+def test_a_gradient_of_two_parameters_is_kept_by_one(compiled):
+    p, q = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    taken, both = Reduction([p, q], compiled.groups), torch.ones(3)
+    for each, gradient in ((p, both), (q, both), (p, torch.ones(3))):
+        taken.add(each, gradient)
+    assert (p.grad.tolist(), q.grad.tolist()) == ([2.0] * 3, [1.0] * 3)
+    turned = torch.nn.Parameter(torch.zeros(3, 2).t())
+    taken.add(turned, torch.ones(2, 3))
+    assert turned.grad.stride() == turned.stride()
+
+
 class Twins(torch.nn.Module):
-    """Two parameters whose gradients are one tensor, and one that lies otherwise than its own."""
+    """Two parameters of equal gradients, and one whose gradient lies otherwise than it does."""
 
     def __init__(self):
         super().__init__()
@@ -132,7 +144,7 @@ class Twins(torch.nn.Module):
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_gradients_that_share_memory_are_added_up_apart(backend):
+def test_gradients_of_three_micro_batches_lie_as_their_parameters(backend):
     torch.manual_seed(0)
     model = Twins().double()
     plain, data = copy.deepcopy(model), [{"x": x} for x in torch.randn(3, 5, 4).double()]
