@@ -120,7 +120,6 @@ def _compiled(
         agree(groups, groups.world, "plan", "", error)
         raise
     buckets = buckets.with_static(planned.static)
-    asked = planned.request
     agree(groups, groups.world, "plan", _decisions(planned, options, cut))
     share_state(state_tensors(model, planned), groups)
     verifier = Verifier(model, buckets, planned, options.verify)
