@@ -184,7 +184,7 @@ def shared(fits: Fits, p: int, cores: int) -> Fits:
     ranks wanted the core meanwhile. Collectives are measured by the clock, among all ranks.
     """
     share = max(1.0, p / cores)
-    return replace(fits, classes=scaled(fits.classes, share), launch_s=fits.launch_s * share)
+    return replace(fits, classes=scaled(fits.classes, share, share), launch_s=fits.launch_s * share)
 
 
 class Prepared:

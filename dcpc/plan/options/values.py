@@ -174,10 +174,11 @@ def away_kinds(away: str | Sequence[str]) -> tuple[str, bool, bool]:
     known = isinstance(names, Sequence) and all(isinstance(n, str) for n in names)
     kinds = {n.strip() for n in names} if known else set[str]()
     if not kinds or not (kinds <= set(AWAY[3:]) or (len(kinds) == 1 and kinds <= set(AWAY))):
+        wrong = next((n for n in sorted(kinds) if n not in AWAY), away)
         raise PlanError(
             f"got away={reprlib.repr(away)}; expected 'auto', 'none', 'all', or which of "
             "'activations', 'optimizer' and 'parameters' leave, as ('activations', 'optimizer'); "
-            "correct it"
+            + meant(wrong, AWAY if isinstance(wrong, str) else (), "correct it")
         )
     if kinds <= set(AWAY[:3]):
         return kinds.pop(), False, False
