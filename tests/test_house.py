@@ -34,7 +34,7 @@ JOINED: dict[str, int] = {
     "errors show the user's own lines, dims by name, and the value that was meant": 65,
     "parameters and the optimizer's state beyond the device; units stay where there is room": 700,
     "calibration: what launches and the rest change by, told apart": 21,
-    "transformers' Trainer takes pipeline= and parameters=": 222,
+    "transformers' Trainer takes pipeline= and parameters='rounds'": 191,
     "a line where Inductor compiles for long: what takes the time, and where it is kept": 26,
 }
 # Benchmark of a capability that joined -> its lines in benchmarks/.

@@ -21,6 +21,12 @@ def refuse(trainer: Any, compile_options: Mapping[str, Any]) -> None:
     found = [*_arguments(trainer.args), *_losses(trainer), *_parallel(trainer)]
     if compile_options.get("parameters", "whole") != "whole" or compile_options.get("pipeline"):
         found += _sharded(trainer)
+    mode = compile_options.get("parameters", "whole")
+    if mode not in ("whole", "rounds"):
+        found.append(
+            f"got compile_options parameters={mode!r}; expected 'whole' or 'rounds': after an "
+            "evaluation the Trainer's steps do not reach the rows that ranks share; take 'rounds'"
+        )
     if found:
         raise PlanError("dcpc.hf.TrainerMixin: " + "; ".join(found))
 
@@ -133,11 +139,11 @@ def _sharded(trainer: Any) -> Iterator[str]:
             "parameters are known once the model is compiled; pass optim= in the arguments, or "
             "optimizer_cls_and_kwargs="
         )
-    if trainer.args.load_best_model_at_end and trainer.args.save_only_model:
+    if trainer.args.save_strategy != "no":
         yield (
-            "got load_best_model_at_end and save_only_model beside parameters= or pipeline=; "
-            "expected one of them: the best model comes back from the ranks' own parts of a "
-            "checkpoint; leave save_only_model out"
+            f"got save_strategy={str(trainer.args.save_strategy)!r} beside parameters= or "
+            "pipeline=; expected 'no': training that resumes from ranks' own parts of a checkpoint "
+            "is not as it was; pass save_strategy='no' and call save_model at the end"
         )
     if trainer.args.bf16_full_eval or trainer.args.fp16_full_eval:
         yield (

@@ -3,14 +3,12 @@
 create_optimizer    of `compiled.parameters()`: this rank's rows, or those of its stage
 prediction_step     each rank's batch by the compiled model, all ranks together
 save_model          the whole model, gathered a parameter at a time; the main rank writes it
-checkpoints         folder `dcpc` in each: a part from every rank; any other mode can read it
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,6 @@ from dcpc.compiled.pipeline.trained.pipelined import PipelinedModel
 from dcpc.errors import CheckpointError
 
 _LABELS, _IGNORED = "labels", -100
-FOLDER = "dcpc"
 
 
 def is_sharded(compiled: CompiledModel | None) -> bool:
@@ -142,48 +139,14 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]
                 state_dict[name] = whole[id(x)]
         super()._save(output_dir, state_dict)
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.compiled is None or not is_sharded(self.compiled):
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        self.compiled.save(
-            Path(output_dir) / FOLDER,
-            self.state.global_step,
-            optimizer=_innermost(self.optimizer),
-            scheduler=self.lr_scheduler,
-            wait=True,
-        )
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        folder = Path(checkpoint or "") / FOLDER
-        if checkpoint is not None and self.compiled is not None and folder.is_dir():
-            optimizer = _innermost(self.optimizer)
-            self.compiled.load(folder, optimizer=optimizer, scheduler=self.lr_scheduler)
-        elif checkpoint is not None and is_sharded(self.compiled):
+        if checkpoint is not None and is_sharded(self.compiled):
             raise CheckpointError(
-                f"resume_from_checkpoint: got {checkpoint}, which has no folder '{FOLDER}'; "
-                "expected a checkpoint that was trained with parameters= or pipeline=: the state "
-                "of an optimizer of whole parameters is one file; resume it without these options"
+                f"resume_from_checkpoint: got {checkpoint} with parameters= or pipeline=; expected "
+                "none: a Trainer whose ranks have parts of the model does not resume; leave these "
+                "options out"
             )
-        else:
-            super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Loads a checkpoint's model; from folder `dcpc` it comes later, with the optimizer."""
-        if not (Path(resume_from_checkpoint) / FOLDER).is_dir():
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        folder = Path(self.state.best_model_checkpoint or "") / FOLDER
-        if self.compiled is not None and folder.is_dir():
-            self.compiled.load(folder)
-        else:
-            super()._load_best_model()
-
-
-def _innermost(optimizer: Any) -> Any:
-    """Returns the optimizer within accelerate's."""
-    return getattr(optimizer, "optimizer", optimizer)
+        super()._load_optimizer_and_scheduler(checkpoint)
 
 
 @contextmanager

@@ -391,11 +391,10 @@ def page() -> str:
     lines += [f"| {c.name} | {_asked(c)} |" for c in CHOICES]
     lines += [
         "",
-        "Hugging Face's Trainer takes these through `compile_options` and `loader_options` "
-        "(`tests/hf/test_ranks.py`: `pipeline`, `rounds`,",
-        "`step`, `pull`). "
-        '`torch.compile(backend="dcpc")` is of one rank: `group=`, `sp=`, `parameters=` and '
-        "`pipeline=` share",
+        "Hugging Face's Trainer takes these through `compile_options` and `loader_options`; of the "
+        "ways to share parameters out `rounds`",
+        'and `pipeline` (`tests/hf/test_ranks.py`). `torch.compile(backend="dcpc")` is of one '
+        "rank: `group=`, `sp=`, `parameters=` and `pipeline=` share",
         "work out and are refused there by name.",
         "",
         '`batch_norm="micro"` runs beside all but `pipeline=`: a stage begins its next '

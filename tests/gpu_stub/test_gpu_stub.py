@@ -123,7 +123,7 @@ def test_two_builds_at_once_hide_no_library(tmp_path):
 
 def test_models_train_with_each_option_on_the_card(tmp_path):
     found = json.loads(run(tmp_path, "tests.gpu_stub.options").splitlines()[-1])
-    assert len(found) == 15 + 2 * 6
+    assert len(found) == 20 + 2 * 8
     assert {name: error for name, error in found.items() if error} == {}
 
 

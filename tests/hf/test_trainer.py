@@ -319,20 +319,12 @@ def shared(options, **own):
         ({"optim": "lomo"}, "optim"),
         ({"options": {"compute_loss_func": print}}, "compute_loss_func"),
         ({"bf16_full_eval": True, **shared({"parameters": "rounds"})}, "bf16_full_eval"),
+        ({"save_strategy": "steps", **shared({"pipeline": 2})}, "save_strategy"),
         (
             shared({"pipeline": 2}, optimizers=(torch.optim.SGD([torch.ones(1)]), None)),
             "optimizers",
         ),
-        (
-            {
-                "load_best_model_at_end": True,
-                "save_only_model": True,
-                "eval_strategy": "steps",
-                "save_strategy": "steps",
-                **shared({"parameters": "step"}, eval_dataset=Samples(2)),
-            },
-            "save_only_model",
-        ),
+        (shared({"parameters": "step"}), "parameters='step'"),
     ],
 )
 def test_what_does_not_go_with_dcpc_is_refused(tmp_path, settings, named):
