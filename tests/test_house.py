@@ -32,7 +32,7 @@ JOINED: dict[str, int] = {
     "integers that forward makes of numbers alone have values in a trace": 102,
     "placements whose tables grow too large: a variable is held at each of its labels": 53,
     "errors show the user's own lines, dims by name, and the value that was meant": 65,
-    "parameters and the optimizer's state beyond the device; units stay where there is room": 700,
+    "parameters and the optimizer's state beyond the device; units stay where there is room": 679,
     "calibration: what launches and the rest change by, told apart": 21,
     "transformers' Trainer takes pipeline= and parameters='rounds'": 191,
     "a line where Inductor compiles for long: what takes the time, and where it is kept": 26,

@@ -50,7 +50,7 @@ TABLE = {
         "program": "",
         "masks": "",
         "placement": "",
-        "graphs": "",
+        "graphs": "program",
         "costs": "",
         "thresholds": "",
         "__init__": "program masks placement graphs costs",

@@ -95,10 +95,10 @@ def compile(model: nn.Module, buckets: Buckets, options: CompileOptions) -> Comp
 def _as_planned(told: PlanOptions, planned: Planned) -> PlanOptions:
     """Returns options with the plan's choices, by which other programs of the model are made."""
     asked = planned.request
-    block = asked.block if asked.block < asked.world else 0  # all ranks are one
+    block = asked.block if 0 < asked.block < asked.world else None  # all ranks are one
     away = ("activations", "parameters") if asked.held_away else told.away
     return replace(
-        told, parameters=asked.parameters, block=block or None, away=away, device=planned.device,
+        told, parameters=asked.parameters, block=block, away=away, device=planned.device,
         calibration=None, autocast=planned.autocast,
     )  # fmt: skip
 

@@ -50,11 +50,12 @@ def request_of(
     whole = list(model.parameters())
     own = whole if mode == "whole" else shares(whole, owners)
     activations, held_away, state_away = away_kinds(options.away)
-    residents, held_bytes = _residents(model, own, optimizer, mode), 0
-    if state_away:
-        stays = _on_device(model, own, mode, held_away)
-        held_bytes = sum(map(_in_pages, residents)) - sum(map(_in_pages, residents[stays]))
-        residents = residents[stays]
+    held, buffers, gradients, states = _residents(model, own, optimizer, mode)
+    # The optimizer steps where parameters are, so their gradients and its state lie there too.
+    away_residents = [*held, *gradients, *states] if held_away else states if state_away else []
+    residents = buffers if held_away else [*held, *buffers, *gradients]
+    residents += [] if state_away else states
+    held_bytes = sum(rounded(size_bytes, PAGE_BYTES) for size_bytes in away_residents)
     rows_bytes = sum(p.nbytes for p in own if p.requires_grad)
     among = communicators(sps, world) if target.communicator_bytes else 0
     room_bytes = _room_bytes(options, away := away_of(options, target), held_bytes)
@@ -117,17 +118,6 @@ def away_of(options: PlanOptions, target: Device) -> Away | None:
     return Away(text_of(shares[0], folder, shares[1]), *shares, rate)
 
 
-def _on_device(model: nn.Module, own: Sequence[nn.Parameter], mode: str, held_away: bool) -> slice:
-    """Returns which of `_residents` are on the device where states are away: those before these."""
-    held = len(own) if mode in ("pull", "rounds") else len([*model.parameters()])
-    buffers = len([*model.buffers()])
-    if held_away:
-        return slice(held, held + buffers)
-    trained = len([p for p in model.parameters() if p.requires_grad])
-    sums = {"pull": trained, "step": 2}.get(mode, 0)
-    return slice(held + buffers + trained + sums)
-
-
 def _room_bytes(options: PlanOptions, away: Away | None, held_bytes: int) -> int:
     """Returns the bytes that plans may fill of a rank's share, beside those of parameters there.
 
@@ -143,10 +133,6 @@ def _room_bytes(options: PlanOptions, away: Away | None, held_bytes: int) -> int
             "its share); raise host= or disk="
         )
     return most_bytes - held_bytes
-
-
-def _in_pages(size_bytes: int) -> int:
-    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _step_bytes(
@@ -191,23 +177,24 @@ def target_of(device: str | Device) -> Device:
 
 def _residents(
     model: nn.Module, own: Sequence[nn.Parameter], optimizer: OptimizerMemory, mode: str
-) -> list[int]:
+) -> tuple[list[int], list[int], list[int], list[int]]:
     """Returns the bytes of each parameter, buffer, gradient and tensor of the optimizer's state."""
     whole = list(model.parameters())
     held = own if mode in ("pull", "rounds") else whole
-    found = [*(p.nbytes for p in held), *(b.nbytes for b in model.buffers())]
     # "pull": a rank's part of the sum of all ranks, and then its own rows of it.
-    found += [p.nbytes for p in held if p.requires_grad] * (2 if mode == "pull" else 1)
+    gradients = [p.nbytes for p in held if p.requires_grad] * (2 if mode == "pull" else 1)
     if mode == "step":  # one comm bucket on its way: what is sent, and what arrives
         trained_bytes = sum(p.nbytes for p in whole if p.requires_grad)
-        found += [min(trained_bytes, COMM_BUCKET_BYTES)] * 2
+        gradients += [min(trained_bytes, COMM_BUCKET_BYTES)] * 2
+    states: list[int] = []
     if optimizer.given_bytes is not None:
-        return [*found, optimizer.given_bytes]
-    states = optimizer.state_bytes(whole, own)
-    for p in own:  # what is as large as the parameter, and the rest
-        count, rest = divmod(states.get(id(p), 0), max(p.nbytes, 1))
-        found += [p.nbytes] * count + [rest]
-    return found
+        states.append(optimizer.given_bytes)
+    else:
+        kept = optimizer.state_bytes(whole, own)
+        for p in own:  # what is as large as the parameter, and the rest
+            count, rest = divmod(kept.get(id(p), 0), max(p.nbytes, 1))
+            states += [p.nbytes] * count + [rest]
+    return [p.nbytes for p in held], [b.nbytes for b in model.buffers()], gradients, states
 
 
 def rank_memory_bytes(

@@ -23,13 +23,6 @@ from dcpc.errors import CheckpointError
 _LABELS, _IGNORED = "labels", -100
 
 
-def is_sharded(compiled: CompiledModel | None) -> bool:
-    """Returns whether an optimizer of this rank has a part of the parameters alone."""
-    return compiled is not None and (
-        isinstance(compiled, PipelinedModel) or compiled.planned.request.parameters != "whole"
-    )
-
-
 def is_apart(compiled: CompiledModel | None) -> bool:
     """Returns whether no rank has the plain model's values between two steps."""
     return compiled is not None and (
@@ -52,17 +45,17 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Returns the optimizer of the parameters that this rank updates."""
-        own = self.compiled if is_sharded(self.compiled) else model
+        own = self.compiled if is_apart(self.compiled) else model
         found: torch.optim.Optimizer = super().create_optimizer(own)
         return found
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        if isinstance(model, CompiledModel) and is_sharded(model):
+        if isinstance(model, CompiledModel) and is_apart(model):
             return torch.tensor(model.clip_grad_norm_(self.args.max_grad_norm))
         return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if grad_norm is None and isinstance(model, CompiledModel) and is_sharded(model):
+        if grad_norm is None and isinstance(model, CompiledModel) and is_apart(model):
             return model.clip_grad_norm_(float("inf"))
         return super()._get_grad_norm(model, grad_norm=grad_norm)
 
@@ -140,7 +133,7 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]
         super()._save(output_dir, state_dict)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and is_sharded(self.compiled):
+        if checkpoint is not None and is_apart(self.compiled):
             raise CheckpointError(
                 f"resume_from_checkpoint: got {checkpoint} with parameters= or pipeline=; expected "
                 "none: a Trainer whose ranks have parts of the model does not resume; leave these "

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 import sympy
 from torch import fx
 
+from dcpc.ir.program import TensorInfo
+
 
 @dataclass(frozen=True, slots=True)
 class Partition:
@@ -125,6 +127,10 @@ class GatherUnits:
             if k in summed:
                 found.append(("sum", k))
         return tuple(found)
+
+    def size_bytes(self, info: Mapping[str, TensorInfo]) -> list[int]:
+        """Returns the bytes of each unit, its parameters whole."""
+        return [sum(int(info[n].size_bytes) for n in unit) for unit in self.units]
 
     def within(self, parameters: Collection[str]) -> GatherUnits:
         """Returns the units of a program that has only some of the parameters."""

@@ -35,7 +35,7 @@ class StayingUnits:
         self._planned, self._setting_of, self._again = planned, setting_of, again
         units, info = planned.traces[0].traced.units, planned.traces[0].traced.program.info
         assert units is not None, "what is away is gathered"
-        self.size_bytes = [sum(int(info[n].size_bytes) for n in unit) for unit in units.units]
+        self.size_bytes = units.size_bytes(info)
         self._firsts = [unit[0] for unit in units.units]
         self._free: dict[tuple[Bucket, Bucket, int, RowSetting], int] = {}
 

@@ -78,7 +78,7 @@ def _units_line(traced: Traced) -> str:
     units, info = traced.units, traced.program.info
     if units is None:
         return ""
-    each = [sum(int(info[n].size_bytes) for n in unit) for unit in units.units]
+    each = units.size_bytes(info)
     again_bytes = sum(each[k] for k in units.again)
     of = f"{units.ranks} ranks have their rows of {bytes_text(sum(each))}, gathered as "
     if units.ranks == 1:

@@ -39,7 +39,6 @@ from dcpc.plan.options.values import (
     memory_of,
     one_of,
     optimizer_bytes_of,
-    parse_away,
     parse_block,
     parse_degrees,
     parse_tile,
@@ -119,7 +118,7 @@ class ModelOptions:
         '`"parameters"` (they, their gradients and that state lie there, and graphs fetch them one '
         "block after the other)",
         check=away_kinds,
-        command=CommandOption(str, parse_away, choices=AWAY),
+        command=CommandOption(str, choices=AWAY),
     )
     backend: str = declare(
         "inductor",

@@ -186,12 +186,6 @@ def away_kinds(away: str | Sequence[str]) -> tuple[str, bool, bool]:
     return "auto" if "activations" in kinds else "none", held, held or "optimizer" in kinds
 
 
-def parse_away(text: str) -> str:
-    """Returns a command's text of `away`, checked."""
-    away_kinds(text)
-    return text
-
-
 def disk_of(disk: str | None) -> tuple[str, int, float]:
     """Returns the folder, the bytes and the bytes a second that `disk=` stands for.
 
