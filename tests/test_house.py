@@ -34,6 +34,7 @@ JOINED: dict[str, int] = {
     "errors show the user's own lines, dims by name, and the value that was meant": 65,
     "parameters and the optimizer's state beyond the device; units stay where there is room": 679,
     "calibration: what launches and the rest change by, told apart": 21,
+    "of placements that cost at most 1% more than the least, one that sends less": 100,
     "transformers' Trainer takes pipeline= and parameters='rounds'": 191,
     "a line where Inductor compiles for long: what takes the time, and where it is kept": 26,
 }

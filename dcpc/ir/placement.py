@@ -89,6 +89,7 @@ class Placement:
         graph_hash: hash of the program that it was made for.
         zigzag: keys of the factors (no slices of others) of which a rank holds a chunk from either
             end.
+        gap: share by which `cost_s` exceeds the least cost of any placement.
     """
 
     sp: int
@@ -99,6 +100,7 @@ class Placement:
     width: int
     graph_hash: str
     zigzag: frozenset[int] = frozenset()
+    gap: float = 0.0
 
     def key(self) -> tuple[object, ...]:
         """Returns a hashable identity: equal keys lower to the same graph."""

@@ -10,6 +10,7 @@ MICRO_BATCH_GAIN = 0.05  # a larger one leaves the planner of steps less room
 WIDER_GROUP_GAIN = 0.2  # a wider group only takes ranks where it is hardly faster
 TILE_GAIN = 0.02  # tiles of the logits: a second program, whose launches are not counted
 AWAY_GAIN = 0.02  # values that leave, besides recompute: copies are not seen to be hidden
+SENDING_LOSS = 0.01  # a placement that sends less: no prediction of seconds is better than this
 PLACEMENT_LOSS = 0.02  # another bucket's placement is taken instead: one graph less to make
 
 # Choosing a step's plan (`runtime/planner/`).

@@ -84,7 +84,8 @@ class Lift:
         if key not in self._up:
             like = {n: self._folded.like.get(n, n) for n in self.whole.sharding.alternatives}
             self._up[key] = _moved(placement, like, self.whole)
-        return replace(self._up[key], cost_s=placement.cost_s, width=placement.width)
+        of = self._up[key]
+        return replace(of, cost_s=placement.cost_s, gap=placement.gap, width=placement.width)
 
     def down(self, placement: Placement) -> Placement:
         """Returns the small program's part of a placement of the whole one."""

@@ -21,6 +21,7 @@ from dcpc.passes.placement.objective import Objective
 from dcpc.passes.sharding.rule_types import is_ring
 from dcpc.symbolic_profile.ops.flops import WIRE, ring_messages, ring_sent
 from dcpc.symbolic_profile.seconds.fits import CallKind
+from dcpc.symbolic_profile.seconds.hardware import Device
 from dcpc.symbolic_profile.seconds.time import RateTable
 
 Costs = npt.NDArray[np.float64]
@@ -278,7 +279,7 @@ class Catalogue:
         self._works: dict[NodeWork, int] = {}
         self._numbers: dict[tuple[object, ...], Costs] = {}
         self._listed: tuple[tuple[int, ...], _Lists] | None = None
-        self._tables: dict[tuple[int, Objective], tuple[_Lists, RateTable]] = {}
+        self._tables: dict[tuple[int, Device, float | None], tuple[_Lists, RateTable]] = {}
 
     def size(self, expr: sympy.Expr) -> int:
         """Returns the index of a size."""
@@ -326,9 +327,12 @@ class Catalogue:
         numbers = np.append(numbers, 1.0)
         numels = numbers[lists.values].prod(axis=1)
         values_bytes = numels * lists.item_bytes
-        each_s = self._table(lists, sp, objective).seconds(
-            _flops(lists, numels, numbers, shares), *_bytes(lists, values_bytes, shares, sp)
-        )
+        moved, sent = _bytes(lists, values_bytes, shares, sp)
+        rates = self._rates(lists, sp, objective.device, objective.tie_s)
+        each_s = rates.seconds(_flops(lists, numels, numbers, shares), moved, sent)
+        if objective.sending:
+            with_starts = self._rates(lists, sp, objective.device, None)
+            each_s += objective.sending * with_starts.sending_seconds(sent)
         held_s = values_bytes * objective.held_s_per_byte
 
         def total(owners: Indices, count: int, held: Indices, parts: Costs) -> Costs:
@@ -353,12 +357,12 @@ class Catalogue:
             self._listed = counts, _Lists.of(self._values, self._changes, self._works)
         return self._listed[1]
 
-    def _table(self, lists: _Lists, sp: int, objective: Objective) -> RateTable:
-        known = self._tables.get((sp, objective))
+    def _rates(self, lists: _Lists, sp: int, device: Device, start_s: float | None) -> RateTable:
+        known = self._tables.get((sp, device, start_s))
         if known is None or known[0] is not lists:
             kinds = [call.kind(sp) for call in lists.calls]
-            known = lists, RateTable(kinds, objective.device, objective.tie_s)
-            self._tables[sp, objective] = known
+            known = lists, RateTable(kinds, device, start_s)
+            self._tables[sp, device, start_s] = known
         return known[1]
 
 

@@ -46,12 +46,22 @@ class NearTies:
         return self._known[options]
 
     def instead(
-        self, options: tuple[int, ...], best_s: float, prices: Prices, shares: Costs, sp: int
+        self,
+        options: tuple[int, ...],
+        best_s: float,
+        least_s: float,
+        prices: Prices,
+        shares: Costs,
+        sp: int,
     ) -> tuple[tuple[int, ...], float]:
-        """Returns the choice to take, a known one or the best, and its cost in seconds."""
+        """Returns the choice to take and its cost in seconds.
+
+        It is a known one that costs hardly more than `least_s`, or the one of the bucket itself,
+        whose cost is `best_s`.
+        """
         costs = [choice.cost(prices, shares, sp) for choice in self._known.values()]
         found = int(np.argmin(costs)) if costs else -1
-        if found >= 0 and costs[found] <= best_s * (1 + self.tolerance):
+        if found >= 0 and costs[found] <= least_s * (1 + self.tolerance):
             instead = [*self._known][found]
             self.taken += instead != options
             return instead, costs[found]

@@ -5,10 +5,11 @@ the time of its fullest rank, forward and backward. Where a consumer wants anoth
 value has, the change costs a collective and, if the value has a gradient, its transpose as well.
 Nothing here names a model or a scheme: Ulysses, DSP and gathered keys come out of the costs.
 
-**Exact**: the minimum, over all alternatives of all nodes at once, of the sum of these costs, where
-a value that several consumers want alike is changed once (`state_graph.py` says how; it equals a
-MILP with a yes/no variable for each value and label). That is also what the lowering does. Pieces
-may differ by one element: the fullest rank is counted.
+**Exact**: the least sum of these costs, over all alternatives of all nodes at once, where a value
+that several consumers want alike is changed once (`state_graph.py` says how; it equals a MILP with
+a yes/no variable for each value and label). That is also what the lowering does. Pieces
+may differ by one element: the fullest rank is counted. Of the placements that cost hardly more than
+the least, one that sends less is taken (`solve`).
 
 **Restricted**: a value has one label as made, and is changed from that one alone (never from a form
 that another consumer had it changed to). At most one factor of a value is split, over all ranks.
@@ -31,11 +32,12 @@ from dcpc.errors import PlanError
 from dcpc.fx.garbage import without_collection
 from dcpc.ir import OUTSIDE, Fold, NodePlacement, Placement, Program
 from dcpc.passes.placement.alike_copies import AlikeCopies
+from dcpc.passes.placement.choices import PlacementChoice, choice_of
 from dcpc.passes.placement.elimination import CostNetwork, ForbiddenError, Solution, WideError
 from dcpc.passes.placement.label_costs import Costs, Prices
 from dcpc.passes.placement.near_ties import NearTies
 from dcpc.passes.placement.node_options import PlacementModel
-from dcpc.passes.placement.objective import Objective
+from dcpc.passes.placement.objective import MOST_FOR_SENDING, Objective
 from dcpc.passes.placement.state_graph import StateGraph
 from dcpc.passes.sharding.sharding import Sharding
 
@@ -80,16 +82,17 @@ def place(
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The optimum of one bucket.
+    """The chosen options of one bucket.
 
     Attributes:
         sp: number of ranks in the group.
-        objective: quantity that was minimised.
+        objective: quantity that is minimised.
         numbers: every size in the catalogue.
         shares: every share in the catalogue.
         options: index of the chosen alternative of each node.
         cost_s: cost of these options.
         width: induced width of the elimination.
+        least_s: least cost of any options.
     """
 
     sp: int
@@ -99,6 +102,11 @@ class Best:
     options: tuple[int, ...]
     cost_s: float
     width: int
+    least_s: float
+
+    def prices(self, model: PlacementModel, objective: Objective) -> Prices:
+        """Returns the costs of everything in the model's catalogue at the bucket's sizes."""
+        return model.catalogue.prices(self.numbers, self.shares, self.sp, objective)
 
 
 def solve(
@@ -110,7 +118,11 @@ def solve(
     fold: Fold | None = None,
     copies: AlikeCopies | None = None,
 ) -> list[Best]:
-    """Returns the optima of some buckets, solved together.
+    """Returns the chosen options of some buckets, solved together.
+
+    They are the optimum, or those that send less and cost at most `objective.loss` more, with the
+    real starts of collectives, too. These are the optimum with a price on sending: as high as the
+    loss allows if all that the first optimum sends were saved.
 
     Args:
         program: the traced model.
@@ -121,31 +133,83 @@ def solve(
         fold: see `place`.
         copies: copies of the model's blocks under the fold; None: prepared here.
     """
-    catalogue = model.catalogue
+    if fold is not None and sp > 1:
+        copies = copies or AlikeCopies(model, fold)
+    numbers = [model.catalogue.numbers(program.dims(lengths)) for lengths in buckets]
+    sizes = [(each, model.catalogue.shares(each, sp)) for each in numbers]
+    optima = _optima(model, [(objective, *each) for each in sizes], sp, fold, copies)
+    if sp == 1 or not objective.loss:
+        return optima
+    choice = cache(lambda options: choice_of(model, fold, options))
+    choices = [[choice(best.options)] for best in optima]
+    pairs = zip(optima, choices, strict=True)
+    asked = [(i, o) for i, (best, own) in enumerate(pairs) for o in _weighted(best, own[0], model)]
+    weighted = _optima(model, [(o, *sizes[i]) for i, o in asked], sp, fold, copies)
+    for (i, _), best in zip(asked, weighted, strict=True):
+        choices[i].append(choice(best.options))
+    return [_lightest(best, own, model) for best, own in zip(optima, choices, strict=True)]
+
+
+def _optima(
+    model: PlacementModel,
+    asked: Sequence[tuple[Objective, Costs, Costs]],
+    sp: int,
+    fold: Fold | None,
+    copies: AlikeCopies | None,
+) -> list[Best]:
+    """Returns the optimum for each objective, sizes and shares of the catalogue."""
     alike: dict[int, tuple[StateGraph, list[int]]] = {}
-    sizes, found = [], {}
+    found: dict[int, Best] = {}
     with without_collection():  # the cyclic collector walks a deep model's graphs meanwhile
-        for bucket, lengths in enumerate(buckets):
-            numbers = catalogue.numbers(program.dims(lengths))
-            sizes.append((numbers, catalogue.shares(numbers, sp)))
-            graph = model.graph(sizes[-1][1], sp)
+        for bucket, (_, _, shares) in enumerate(asked):
+            graph = model.graph(shares, sp)
             alike.setdefault(id(graph), (graph, []))[1].append(bucket)
         for graph, members in alike.values():
             for first in range(0, len(members), MOST_TOGETHER):
                 some = members[first : first + MOST_TOGETHER]
-                prices = [catalogue.prices(*sizes[m], sp, objective) for m in some]
+                at = [asked[m] for m in some]
+                prices = [model.catalogue.prices(n, shares, sp, o) for o, n, shares in at]
                 for member, solution in zip(some, _solved(model, graph, prices, fold), strict=True):
                     pairs = zip(model.names, solution.labels, graph.classes, strict=False)
                     options = tuple(graph.options[states][label] for _, label, states in pairs)
-                    best = Best(
-                        sp, objective, *sizes[member], options, solution.cost, solution.width
-                    )
-                    found[member] = best
-    bests = [found[bucket] for bucket in range(len(buckets))]
-    if fold is None or sp == 1:
-        return bests
-    copies = copies or AlikeCopies(model, fold)
-    return [_handing_on_alike(best, copies) for best in bests]
+                    cost_s, width = solution.cost, solution.width
+                    found[member] = Best(sp, *asked[member], options, cost_s, width, cost_s)
+    bests = [found[bucket] for bucket in range(len(asked))]
+    return bests if copies is None else [_handing_on_alike(best, copies) for best in bests]
+
+
+def _weighted(best: Best, choice: PlacementChoice, model: PlacementModel) -> list[Objective]:
+    """Returns the objective with prices on sending, ascending; none where it takes hardly any time.
+
+    With the first no optimum costs more than the loss allows: it saves at most what this one sends.
+    """
+    weighed = best.prices(model, replace(best.objective, sending=1.0))
+    sending_s = choice.cost(weighed, best.shares, best.sp) - best.cost_s
+    loss_s = best.objective.loss * best.least_s
+    if MOST_FOR_SENDING * sending_s <= loss_s:
+        return []
+    prices = loss_s / sending_s, min(4 * loss_s / sending_s, MOST_FOR_SENDING)
+    return [replace(best.objective, sending=price) for price in prices]
+
+
+def _lightest(best: Best, choices: Sequence[PlacementChoice], model: PlacementModel) -> Best:
+    """Returns the options that send least of those that cost hardly more than the optimum.
+
+    Args:
+        best: optimum.
+        choices: options of the optimum, then of optima at ascending prices of sending.
+        model: placement model of the program.
+    """
+    if all(each.options == best.options for each in choices):
+        return best
+    objective, at = best.objective, (best.shares, best.sp)
+    prices = best.prices(model, objective), best.prices(model, Objective(objective.device))
+    costs, with_starts = ([each.cost(p, *at) for each in choices] for p in prices)
+    most_s, most_with_starts_s = ((1 + objective.loss) * s for s in (best.least_s, with_starts[0]))
+    for i in reversed(range(1, len(choices))):
+        if costs[i] <= most_s and with_starts[i] <= most_with_starts_s:
+            return replace(best, options=choices[i].options, cost_s=costs[i])
+    return best
 
 
 def _solved(
@@ -183,8 +247,7 @@ def _handing_on_alike(best: Best, copies: AlikeCopies) -> Best:
     choices = copies.choices(best.options)
     if not choices:
         return best
-    catalogue = copies.model.catalogue
-    prices = catalogue.prices(best.numbers, best.shares, best.sp, best.objective)
+    prices = best.prices(copies.model, best.objective)
     costs = [(c.cost(prices, best.shares, best.sp), c.options) for c in choices]
     usable = [each for each in costs if each[0] < inf]
     cost_s, options = min(usable, default=(best.cost_s, best.options))
@@ -196,8 +259,8 @@ def placed(best: Best, model: PlacementModel, near: NearTies | None = None) -> P
     options, cost_s = best.options, best.cost_s
     if near is not None and best.sp > 1:
         # Made now: those of the changes of all choices that are known.
-        prices = model.catalogue.prices(best.numbers, best.shares, best.sp, best.objective)
-        options, cost_s = near.instead(options, cost_s, prices, best.shares, best.sp)
+        given = best.prices(model, best.objective), best.shares, best.sp
+        options, cost_s = near.instead(options, cost_s, best.least_s, *given)
     nodes = model.placed(options)
     return Placement(
         sp=best.sp,
@@ -208,6 +271,7 @@ def placed(best: Best, model: PlacementModel, near: NearTies | None = None) -> P
         width=best.width,
         graph_hash=model.program.graph_hash,
         zigzag=zigzag(nodes, model.sharding),
+        gap=max(0.0, cost_s / best.least_s - 1.0) if best.least_s else 0.0,
     )
 
 

@@ -64,8 +64,9 @@ def _point(priced: Priced, bucket: Bucket, plan: BucketPlan, chosen: Mapping[str
 def _chosen(priced: Priced, bucket: Bucket, plan: BucketPlan, ways: Mapping[str, str]) -> str:
     """Returns a line with the number of a bucket's attentions that each way shards."""
     shown = ", ".join(f"{count} by {way}" for way, count in Counter(ways.values()).items())
-    width = priced.placement(_sizes(bucket, plan), plan.sp).width
-    return f"attention of {bucket}, sp {plan.sp}: {shown} (elimination of width {width})"
+    found = priced.placement(_sizes(bucket, plan), plan.sp)
+    search = f"elimination of width {found.width}, {found.gap:.2%} above the least cost"
+    return f"attention of {bucket}, sp {plan.sp}: {shown} ({search})"
 
 
 def _crossovers(

@@ -69,6 +69,15 @@ class RateTable:
         sent_s = np.where(hides > 0, np.maximum(busy_s, wire_s) - busy_s, wire_s)
         return np.asarray(busy_s + sent_s + fixed_s)
 
+    def sending_seconds(self, wire: Floats) -> Floats:
+        """Returns the seconds of sending so many bytes in each call, hidden or not, and its start.
+
+        Args:
+            wire: bytes that this rank sends in each call, `[calls]`; 0 where it sends nothing.
+        """
+        per_wire_byte, fixed_s = self._columns[4], self._columns[5]
+        return np.where(wire > 0, wire * per_wire_byte + fixed_s, 0.0)
+
 
 class Roofline:
     """The work of a profile as matrices over a basis."""
