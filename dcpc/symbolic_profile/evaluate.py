@@ -273,22 +273,21 @@ class Meter:
             self._usages[key] = costs, found
         return self._usages[key][1]
 
-    def calls(
-        self,
-        nodes: Sequence[fx.Node],
-        dims: Mapping[str, int],
-        device: Device,
-        *,
+    def seconds(
+        self, nodes: Sequence[fx.Node], dims: Mapping[str, int], device: Device, *,
         forward: bool = True,
-    ) -> tuple[Floats, Floats]:
-        """Returns seconds and bytes of each call, `[nodes]` both; a view has 0 seconds."""
-        whole, exact = self._at(dims)
-        each = self._roofline.seconds(exact, device)
-        work = [self._ledger.work(n, forward=forward) for n in nodes]
-        seconds = [sum(each[self._numbers[w]] for w in some) for some in work]
+    ) -> Floats:  # fmt: skip
+        """Returns the seconds of each call, `[nodes]`; a view has 0."""
+        each = self._roofline.seconds(self._at(dims)[1], device).tolist()
+        work = [self._number(n)[0 if forward else 1] for n in nodes]
+        return np.array([sum(each[w] for w in some) for some in work], dtype=np.float64)
+
+    def sizes(self, nodes: Sequence[fx.Node], dims: Mapping[str, int]) -> Floats:
+        """Returns the bytes of each call's value, `[nodes]`."""
+        whole, _ = self._at(dims)
         values = [self._ledger.facts.of(n) for n in nodes]
-        sizes = [self._rows[v[0].storage_bytes] @ whole if v else 0 for v in values]
-        return np.array(seconds, dtype=np.float64), np.array(sizes, dtype=np.float64)
+        found = [self._rows[v[0].storage_bytes] @ whole if v else 0 for v in values]
+        return np.array(found, dtype=np.float64)
 
     def memory(
         self, nodes: Sequence[fx.Node], dims: Mapping[str, int]

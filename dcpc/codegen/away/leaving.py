@@ -9,6 +9,7 @@ value that forward makes stays, as backward begins with it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +49,7 @@ class Leaving:
     def __init__(self, graph: fx.Graph, mode: Any, store: str, stays: Collection[str]) -> None:
         self._graph, self._mode, self._store, self._stays = graph, mode, store, frozenset(stays)
         self._made: dict[fx.Node, AwayNodes] = {}
+        self._order = functools.cache(_order)  # each of a plan's schedules asks for it
         self._count = 1 + max(
             (s for n in graph.nodes for s in n.meta.get("storage", ())), default=0
         )
@@ -74,7 +76,7 @@ class Leaving:
 
         found = [n for n in schedule.saved if n in place and n in read and alone(n)]
         found = [n for n in found if n.name not in self._stays]
-        return sorted((n for n in found if _order(n) is not None), key=place.__getitem__)[:-1]
+        return sorted((n for n in found if self._order(n) is not None), key=place.__getitem__)[:-1]
 
     def schedule(self, whole: Schedule, names: Collection[str]) -> Schedule:
         """Returns a schedule in which the values of these names leave, where they can."""
@@ -132,7 +134,7 @@ class Leaving:
 
     def _nodes(self, value: fx.Node) -> AwayNodes:
         if value not in self._made:
-            order, fake = _order(value), value.meta["val"]
+            order, fake = self._order(value), value.meta["val"]
             assert order is not None, f"{value} is dense"
             with self._graph.inserting_before(self._graph.output_node()):
                 leave = self._call(LEAVE, (value, self._store), value)

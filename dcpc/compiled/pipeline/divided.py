@@ -87,9 +87,7 @@ class _Alive(NamedTuple):
 
 
 def _alive(meter: Meter, parts: _BackwardParts, dims: Mapping[str, int], device: Device) -> _Alive:
-    kept, shared = (
-        int(meter.calls(nodes, dims, device)[1].sum()) for nodes in (parts.kept, parts.shared)
-    )
+    kept, shared = (int(meter.sizes(nodes, dims).sum()) for nodes in (parts.kept, parts.shared))
     live = meter.live_bytes(parts.whole, dims, device)
     names = parts.whole.timeline.names
     turn, late = names.index("backward"), {n.name for n in parts.late}
@@ -127,7 +125,7 @@ class StageParts:
             return None
         own, sp = traced.program.dims(sizes), placement.sp
         ranks = priced.lowering.lowered.sizes_of_ranks(own, sp, priced.meter.names)
-        seconds, _ = priced.meter.calls(parts.late, ranks[0], traced.device, forward=False)
+        seconds = priced.meter.seconds(parts.late, ranks[0], traced.device, forward=False)
         found = [_alive(priced.meter, parts, dims, traced.device) for dims in ranks]
         return PartCosts(
             weight_s=float(seconds.sum()),

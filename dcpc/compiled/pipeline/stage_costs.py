@@ -150,9 +150,9 @@ class ProgramCosts:
         blocks = len(self._chain.borders) - 1
         seconds, saved = np.zeros(blocks), np.zeros(blocks)
         for nodes, forward in ((schedule.forward, True), (schedule.backward, False)):
-            each, _ = self._meter.calls(nodes, dims, self.device, forward=forward)
+            each = self._meter.seconds(nodes, dims, self.device, forward=forward)
             np.add.at(seconds, [self._block(n) for n in nodes], each)
-        _, size_bytes = self._meter.calls(schedule.saved, dims, self.device)
+        size_bytes = self._meter.sizes(schedule.saved, dims)
         seen: set[int] = set()
         for node, size in zip(schedule.saved, size_bytes, strict=True):
             memory = node.meta["storage"]

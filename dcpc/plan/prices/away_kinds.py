@@ -27,7 +27,6 @@ def kinds_of(
     copies: Fold | None,
     meter: Meter,
     sizes: Mapping[str, int],
-    device: Device,
 ) -> AwayKinds:
     """Returns the kinds of saved values that could leave, in the order in which they do.
 
@@ -37,10 +36,9 @@ def kinds_of(
         copies: number of calls that each node of a folded program stands for; None: one.
         meter: evaluator of the graph's costs.
         sizes: size of each integer of the graph, at which they are weighed.
-        device: device for which costs are predicted.
     """
     able = lowering.able_to_leave(schedule)
-    size_bytes = meter.calls(able, sizes, device)[1]
+    size_bytes = meter.sizes(able, sizes)
     found: dict[object, list[int]] = {}
     seen: dict[object, int] = {}
     for i, node in enumerate(able):
@@ -72,10 +70,10 @@ def events_of(
     again = set(schedule.forward)
     found = []
     for calls, forward in ((schedule.forward, True), (schedule.backward, False)):
-        seconds = meter.calls(calls, sizes, device, forward=forward)[0].tolist()
+        seconds = meter.seconds(calls, sizes, device, forward=forward).tolist()
         moved = [of.get(n) or (n.args[0] if n.target is LEAVE else None) for n in calls]
         nodes = [n for n in moved if isinstance(n, fx.Node)]
-        each = dict(zip(nodes, meter.calls(nodes, sizes, device)[1].tolist(), strict=True))
+        each = dict(zip(nodes, meter.sizes(nodes, sizes).tolist(), strict=True))
         foldings = (
             Folding.forward(copies, calls, {})
             if forward

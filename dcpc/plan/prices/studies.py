@@ -170,7 +170,7 @@ class Structure:
         if menu_step not in self.kinds:
             schedule, copies = self.schedule(menu_step)
             self.kinds[menu_step] = kinds_of(
-                self.lowering, schedule, copies, self.meter, self.sizes, self.device
+                self.lowering, schedule, copies, self.meter, self.sizes
             )
         return self.kinds[menu_step]
 
@@ -358,7 +358,8 @@ def structure_of(
     meter = Meter(ledger, nodes)
     decided, needed = lowering.choices()
     sizes = {i.name: i.value(reference, degree, 0) for i in lowering.lowered.integers}
-    calls = _calls(decided, needed, *meter.calls(decided, sizes, device))
+    seconds, size_bytes = meter.seconds(decided, sizes, device), meter.sizes(decided, sizes)
+    calls = _calls(decided, needed, seconds, size_bytes)
     choices: Menu | AlikeBlocks
     if copies is None:
         choices = recompute_menu(calls, _memory(lowering, meter, sizes, stays))
@@ -370,7 +371,7 @@ def structure_of(
     again = [u for u in lowering.joint.gathers if units and u.number in units.again]
     if not again:
         return found
-    seconds, _ = meter.calls([u.gather for u in again], sizes, device)
+    seconds = meter.seconds([u.gather for u in again], sizes, device)
     return replace(found, turns=_turns(found.menu, again, seconds.tolist(), copies))
 
 
