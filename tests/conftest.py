@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from dcpc.passes.sharding import rules
+from dcpc.plan import traced
 from dcpc.runtime.groups import local_ranks
+from tests.cases.one_trace import OneTrace
 
 # A test that fails shows all of dcpc's and torch's frames.
 os.environ.setdefault("DCPC_TRACEBACK", "full")
@@ -97,3 +99,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _rules_end_with_their_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sharding rule that a test registers, a tutorial's for one, is gone when the test ends."""
     monkeypatch.setattr(rules, "REGISTERED", dict(rules.REGISTERED))
+
+
+@pytest.fixture(scope="module")
+def _one_trace() -> OneTrace:
+    return OneTrace(traced.trace)
+
+
+@pytest.fixture
+def one_trace(monkeypatch: pytest.MonkeyPatch, _one_trace: OneTrace) -> None:
+    """Equal models of a file are traced once: tests/cases/one_trace.py."""
+    monkeypatch.setattr(traced, "trace", _one_trace)

@@ -20,6 +20,7 @@ from dcpc.symbolic_profile import Away, find
 from examples.allocator import measured_peak_bytes
 from models.gpt import GPT, GPTConfig
 
+pytestmark = pytest.mark.usefixtures("one_trace")
 INPUTS = {"input_ids": "int64[batch, seq]", "labels": "int64[batch, seq]"}
 SLACK_BYTES = 64
 

@@ -16,6 +16,7 @@ from dcpc.errors import PlanError, StoreError
 from examples.allocator import measured_peak_bytes
 from models.gpt import GPT, GPTConfig
 
+pytestmark = pytest.mark.usefixtures("one_trace")
 INPUTS = dict.fromkeys(("input_ids", "labels"), "int64[batch, seq]")
 SLACK_BYTES = 64
 LENGTHS = (4, 48)

@@ -77,6 +77,8 @@ def test_a_convolution_is_compiled_once_for_all_lengths():
 def test_code_of_another_processor_is_not_taken_from_inductors_cache(monkeypatch):
     mode = FakeTensorMode(shape_env=ShapeEnv())
     gm = fx.symbolic_trace(lambda x: torch.sin(x))
+    # Else torch tries by a compiler, for 14 s, whether what the processor says it has can be used.
+    monkeypatch.setattr(config.cpp, "vec_isa_ok", True)
     next(iter(gm.graph.nodes)).meta["val"] = mode.from_tensor(torch.ones(4))
     keys = []
     for capability in ("default", ""):  # no vectors, and what this processor has

@@ -1,6 +1,7 @@
 """Composite ops within which autocast casts: what it takes them in is in the graph."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -37,6 +38,10 @@ CALLS = {
     "cross_entropy": (lambda x, y, m: F.cross_entropy(x.mT, y, m.weight), nn.LayerNorm(8)),
 }  # fmt: skip
 
+# A cell, a contraction and a loss; the others are slow.
+QUICK = (torch.bfloat16, ("gru", "einsum", "cross_entropy"))
+ALL = [(dtype, tuple(CALLS)) for dtype in (torch.bfloat16, torch.float16)]
+
 
 class Calls(nn.Module):
     def __init__(self, function, module):
@@ -50,42 +55,48 @@ class Calls(nn.Module):
         return {"loss": found.float().square().mean(), "found": found}
 
 
-class Every(nn.Module):
-    """All calls, each behind a linear layer of its own: they are compiled at once."""
+class Some(nn.Module):
+    """Calls, each behind a linear layer of its own: they are compiled at once."""
 
-    def __init__(self):
+    def __init__(self, names):
         super().__init__()
-        self.parts = nn.ModuleDict({name: Calls(*call) for name, call in CALLS.items()})
+        self.parts = nn.ModuleDict({name: Calls(*CALLS[name]) for name in names})
 
     def forward(self, x, y):
         found = {name: part(x, y) for name, part in self.parts.items()}
         return {"loss": sum(f["loss"] for f in found.values()), "of": found}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
-    ids=str,
-)
-def both(request):
+@functools.cache
+def both(dtype, names):
     """What dcpc and the plain model return under autocast, and the models with their gradients."""
     torch.manual_seed(0)
-    own = Every()
+    own = Some(names)
     plain = copy.deepcopy(own)
     inputs = {"x": "float32[batch, seq, 8]", "y": "int64[batch, seq]"}
     buckets = dcpc.Buckets(inputs, sizes=[{"seq": 6}, {"seq": 10}])
-    compiled = dcpc.compile(own, buckets, backend="eager", verify="off", autocast=request.param)
+    compiled = dcpc.compile(own, buckets, backend="eager", verify="off", autocast=dtype)
     x, y = torch.randn(3, 10, 8), torch.randint(8, (3, 10))
     got, outputs = compiled(x=x, y=y, outputs=True)
-    with torch.autocast("cpu", request.param):
+    with torch.autocast("cpu", dtype):
         want = plain(x, y)
     got.backward(), want["loss"].backward()
     return (outputs["of"], own), (want["of"], plain)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_parts_are_cast_as_autocast_casts_them(both, name):
-    (got, own), (want, plain) = ((found[name], model.parts[name]) for found, model in both)
+@pytest.mark.parametrize(
+    ("some", "name"),
+    [
+        *(pytest.param(QUICK, name, id=f"quick-{name}") for name in QUICK[1]),
+        *(
+            pytest.param(some, name, id=f"{some[0]}-{name}", marks=pytest.mark.slow)
+            for some in ALL
+            for name in CALLS
+        ),
+    ],
+)
+def test_parts_are_cast_as_autocast_casts_them(some, name):
+    (got, own), (want, plain) = ((found[name], model.parts[name]) for found, model in both(*some))
     assert got["found"].dtype == want["found"].dtype
     torch.testing.assert_close(got["loss"], want["loss"], rtol=1e-6, atol=0)
     for ours, theirs in zip(own.parameters(), plain.parameters(), strict=True):
