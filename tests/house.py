@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -61,6 +60,14 @@ def entries_of(text: str) -> list[str]:
     return re.findall(r"^ {4}\*{0,2}\w+(?: \(.*?\))?: +(.+)$", text, re.M)
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields a module's or a statement's own and inner statements; expressions hold none."""
+    yield node
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for inner in getattr(node, name, ()):
+            yield from statements(inner)
+
+
 @dataclass
 class House:
     """The sources of a tree.
@@ -86,26 +93,26 @@ class House:
         """Modules of dcpc, parsed."""
         return {f: ast.parse(f.read_text()) for f in self.files}
 
-    def nodes(self, kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> Iterator[ast.AST]:
-        """Yields all nodes of a kind."""
-        return (n for tree in self.trees.values() for n in ast.walk(tree) if isinstance(n, kind))
+    @cached_property
+    def documented(self) -> list[Documented]:
+        """Modules, classes and functions."""
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        return [n for tree in self.trees.values() for n in statements(tree) if isinstance(n, kinds)]
 
     @cached_property
     def classes(self) -> dict[str, ast.ClassDef]:
         """Class by name."""
-        return {n.name: n for n in self.nodes(ast.ClassDef) if isinstance(n, ast.ClassDef)}
+        return {n.name: n for n in self.documented if isinstance(n, ast.ClassDef)}
 
     @cached_property
     def functions(self) -> list[Function]:
         """Functions and methods."""
-        return [n for n in self.nodes((ast.FunctionDef, ast.AsyncFunctionDef))
-                if isinstance(n, Function)]  # fmt: skip
+        return [n for n in self.documented if isinstance(n, Function)]
 
     @cached_property
     def docstrings(self) -> list[str]:
         """Docstrings of modules, classes and functions."""
-        every = chain(self.nodes(ast.ClassDef), self.nodes(ast.Module), self.functions)
-        found = (ast.get_docstring(n) for n in every if isinstance(n, Documented))
+        found = (ast.get_docstring(n) for n in self.documented)
         return [text for text in found if text]
 
     def docstring_lines(self) -> int:
