@@ -1,20 +1,23 @@
 """Traces equal models once, for files whose tests compile one model with many options.
 
-Half of a compile is the trace, which none of the options changes. A file says so with
-`pytestmark = pytest.mark.usefixtures("one_trace")` (tests/conftest.py); none does that plants a
-fault in a trace, or whose subject is one.
+Half of a compile is the trace, which no option changes. A file has the fixture `one_trace`
+(tests/conftest.py) or a block of `traced_once`; none does that plants a fault in a trace, or whose
+subject is one.
 """
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from dcpc.buckets import Buckets
 from dcpc.ir import Program
+from dcpc.plan import traced
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 OWN = {"_parameters", "_buffers", "_modules", "training"}
@@ -52,6 +55,13 @@ class OneTrace:
         if not caught:
             self._made[key] = program, kept
         return program
+
+
+@contextmanager
+def traced_once() -> Iterator[None]:
+    """Traces equal models once within its block."""
+    with mock.patch.object(traced, "trace", OneTrace(traced.trace)):
+        yield
 
 
 def _of_model(model: nn.Module, kept: list[object]) -> Hashable:

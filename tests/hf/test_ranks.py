@@ -28,20 +28,35 @@ def training(rank, world, folder, kind, settings):
     return values(trainer), found, trainer.evaluate()["eval_loss"], trainer.state
 
 
-def test_two_ranks_train_as_one_and_as_the_trainer(tmp_path):
-    settings = {
-        "include_num_input_tokens_seen": "non_padding", "train_sampling_strategy": "random",
-    }  # fmt: skip
-    ((alone, logs, _, state),) = run_ranks(training, 1, 1, tmp_path, Ours, settings)
-    plain = run_ranks(training, 2, 2, tmp_path, Trainer, settings)
-    ours = run_ranks(training, 2, 2, tmp_path, Ours, settings)
-    for parameters, found, evaluated, counted in ours:
-        assert furthest(alone, parameters) < 1e-10
-        assert furthest(plain[0][0], parameters) < 1e-10
-        for both, theirs, at_once in zip(found, plain[0][1], logs, strict=True):
+SETTINGS = {
+    "include_num_input_tokens_seen": "non_padding", "train_sampling_strategy": "random",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    """The results of the mixin on two ranks."""
+    return run_ranks(training, 2, 2, tmp_path_factory.mktemp("ours"), Ours, SETTINGS)
+
+
+def agree(ours, parameters, logs, evaluated) -> None:
+    for own, found, own_evaluated, _ in ours:
+        assert furthest(parameters, own) < 1e-10
+        for both, theirs in zip(found, logs, strict=True):
             assert both == pytest.approx(theirs, rel=1e-6)
-            assert both == pytest.approx(at_once, rel=1e-6)
-        assert evaluated == pytest.approx(plain[0][2], rel=1e-6)
+        assert own_evaluated == pytest.approx(evaluated, rel=1e-6)
+
+
+def test_two_ranks_train_as_the_trainer(tmp_path, ours):
+    plain = run_ranks(training, 2, 2, tmp_path, Trainer, SETTINGS)
+    agree(ours, *plain[0][:3])
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one(tmp_path, ours):
+    ((*alone, state),) = run_ranks(training, 1, 1, tmp_path, Ours, SETTINGS)
+    agree(ours, *alone)
+    for *_, counted in ours:
         assert counted.num_input_tokens_seen == state.num_input_tokens_seen
         assert counted.total_flos == pytest.approx(state.total_flos, rel=0.5)
 

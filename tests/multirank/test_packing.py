@@ -118,7 +118,9 @@ def check(found: dict[str, float]) -> None:
     assert not {what: error for what, error in found.items() if not error < 1e-10}
 
 
-@pytest.mark.parametrize("case", ["llama", "documents, both ways"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("llama", marks=pytest.mark.slow), "documents, both ways"]
+)
 def test_training_on_packed_rows_is_training_on_single_sequences(case):
     check(errors(case, ready(case)))
 

@@ -90,7 +90,8 @@ def in_groups(
             fitting = [c for c in cases if world % c.across == 0]
             found[world] = worst(rank, group, [*fitting, *drawn(world, count)])
             if "bytes" in what:
-                found["held", world] = [x for c in EXACT for x in held_by(c, world, rank)]
+                some = [c for c in EXACT if world < 4 or c.lengths[0] in (31, 301)]
+                found["held", world] = [x for c in some for x in held_by(c, world, rank)]
     if "checks" in what:
         bind_group(GROUP, group)
         found |= {check.__name__: check(worlds[-1], rank, group) for check in CHECKS}
@@ -307,7 +308,7 @@ def test_of_ranks_with_as_many_rows_one_holds_what_the_table_says(ranks, world):
                 known = most.get((name, rows), (0, predicted))
                 assert known[1] == predicted
                 most[name, rows] = max(known[0], measured), predicted
-    assert len(most) >= 64
+    assert len(most) >= (64 if world < 4 else 32)
     off = {name: found for name, found in most.items() if abs(found[0] - found[1]) > SCALARS_BYTES}
     assert not off
 

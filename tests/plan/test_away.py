@@ -113,8 +113,8 @@ def test_the_same_bits_by_inductor(recompute):
         assert all(torch.equal(a, b) for a, b in pairs)
 
 
-# With 8 three copies of a block stand for all.
-@pytest.mark.parametrize("layers", [pytest.param(3, marks=pytest.mark.slow), 8])
+# With 6 three copies of a block stand for all.
+@pytest.mark.parametrize("layers", [pytest.param(3, marks=pytest.mark.slow), 6])
 def test_the_predicted_peak(layers):
     spec = buckets(256, batch=2)
     whole = compiled_with(gpt(layers), spec, recompute="none")
@@ -146,10 +146,10 @@ def check_peak(compiled, row):
 
 def test_long_buckets_let_go_of_what_short_ones_keep():
     with torch.device("meta"):
-        model = GPT(GPTConfig(vocab_size=96, dim=4096, n_layers=12, n_heads=32)).bfloat16()
-    given = {"device": "h200", "backend": "eager", "tile": "none", "memory": "64GB"}
+        model = GPT(GPTConfig(vocab_size=96, dim=4096, n_layers=6, n_heads=32)).bfloat16()
+    given = {"device": "h200", "backend": "eager", "tile": "none", "memory": "38GB"}
     alone = plan(model, buckets(512, 131_072), **given)
-    found = plan(model, buckets(512, 131_072), host="64GB", **given)
+    found = plan(model, buckets(512, 131_072), host="32GB", **given)
     short, long = found.plans.values()
     assert short.away_bytes == 0 == short.menu_step < LEAVES < long.menu_step
     assert long.again_bytes < alone.plans[long.bucket].again_bytes

@@ -14,6 +14,7 @@ from tests.cases.bad_input import SECTIONS
 from tests.cases.bad_input.kinds import Ground, Kind, Met, meet
 from tests.cases.bad_input.ranks import RANKS, WORLD, meet_all
 from tests.cases.launch import run_ranks
+from tests.cases.one_trace import traced_once
 
 PAGE = Path(__file__).parents[3] / "docs" / "error_messages.md"
 BEGIN = "<!-- made by `python -m tests.cases.bad_input.page`; change the kinds there -->\n"
@@ -24,7 +25,7 @@ _LONGEST = 260
 def met_alone(folder: Path) -> dict[str, list[tuple[Kind, Met]]]:
     """Returns what came of each kind that one rank meets, by section."""
     ground = Ground(folder)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), traced_once():
         warnings.simplefilter("ignore")
         return {
             name: [(kind, meet(kind, ground)) for kind in kinds] for name, kinds in SECTIONS.items()

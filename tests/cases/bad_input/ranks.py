@@ -25,6 +25,7 @@ from tests.cases.bad_input.kinds import (
     samples,
     with_sample,
 )
+from tests.cases.one_trace import traced_once
 
 WORLD = 2
 
@@ -150,7 +151,8 @@ RANKS = (
 def meet_all(rank: int, folder: str) -> tuple[list[Met], tuple[Any, ...]]:
     """Returns what came of each kind on this rank, and of a step that is skipped."""
     ground = OneEach(Path(folder))
-    met = [meet(kind, ground, rank) for kind in RANKS]
+    with traced_once():
+        met = [meet(kind, ground, rank) for kind in RANKS]
     return met, _skipped(ground, rank)
 
 

@@ -39,7 +39,9 @@ def test_peak_is_the_allocators_at_untraced_lengths(model):
             assert predicted_bytes == pytest.approx(real_bytes, rel=1e-4), (batch, seq)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 def test_peak_of_experts_is_the_allocators_whatever_tokens_choose(dtype):
     experts = capture(Text(layers=1).to(dtype))
     at = evaluator(profile_partition(experts.partition))
