@@ -103,7 +103,8 @@ release: $(STAMP)  ## builds and tries the wheel of this version
 installed: $(STAMP)  ## the venv alone, as each target makes it
 
 # torch goes first and alone: so pip takes the CPU build where one lies at hand, and no CUDA packages.
-PIP = $(PY) -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
+# -qq: errors alone; of each package pip may warn of places where it found none.
+PIP = $(PY) -m pip install -qq --disable-pip-version-check -c $(VENV)/constraints.txt
 $(DEMO): pyproject.toml constraints.txt
 	@test -x $(PY) || { python=$$($(FIND_PYTHON)); \
 		test -n "$$python" || { echo "needs Python 3.11.5 or newer with venv: make PYTHON=/path/to/python" >&2; exit 1; }; \

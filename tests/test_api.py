@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 import dcpc
 from dcpc.compiled.model.model_state import ModelSaving
 from dcpc.compiled.pipeline import PipelinedModel
+from dcpc.runtime.step.stats import Stats
 from models.gpt import GPT, GPTConfig
 from tests.cases.ready import traced_once
 
@@ -253,6 +254,15 @@ def test_train_step_runs_every_sample_once(compiled):
     assert compiled.stats().steps == before + len(steps)
     assert all(result.loss.isfinite() for _, result in steps)
     compiled.zero_grad()
+    step, result = steps[0]
+    assert f"{step}" == repr(step)
+    assert re.fullmatch(r"Step 0 of epoch 0: \d samples, \d+ tokens, (\d) of \1 micro.*", repr(step))
+    assert re.match(r"loss [\d.]+, [\d.]+ s, imbalance 0.0%$", f"{result}")
+
+
+def test_the_table_of_stats_goes_by_length():
+    told = str(Stats(calls={dcpc.Bucket.of({"seq": n}): 1 for n in (1024, 96, 200)}))
+    assert re.findall(r"^\{seq: (\d+)\}", told, re.M) == ["96", "200", "1024"]
 
 
 def needs(compiled, bucket, recompute):

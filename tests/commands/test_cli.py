@@ -303,4 +303,4 @@ def test_a_picture_without_matplotlib_is_refused_before_the_plan(options, monkey
     picture = (option, str(tmp_path / "picture"))
     result = CliRunner().invoke(app, [command, "no.module:here", "--buckets", "no.yaml", *picture])
     assert result.exit_code == 1
-    assert "pip install 'dcpc[plots]'" in " ".join(result.stderr.split())
+    assert "pip install matplotlib" in " ".join(result.stderr.split())

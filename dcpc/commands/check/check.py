@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
-from dcpc.buckets import BATCH, Buckets, Sizes
+from dcpc.buckets import BATCH, Bucket, Buckets, Sizes
 from dcpc.commands.check.verdict import Verdict, compare, prepare, refuse_untraced
 from dcpc.commands.shared.factories import load_example, load_loss, load_model, with_loss
 from dcpc.errors import BucketError, PlanError
@@ -130,18 +130,18 @@ def _lines(v: Verdict) -> Iterator[str]:
         c = v.coverage
         yield (
             f"split over {v.sp} ranks: {c.sharded_share:.1%} of the FLOPs, the fullest rank has "
-            f"{c.rank_share:.1%} at {dict(c.sizes)}; {c.collectives} collectives in forward"
+            f"{c.rank_share:.1%} at {Bucket.of(dict(c.sizes))}; {c.collectives} collectives in forward"
         )
         yield from _unsplit_lines(v)
     for d in v.differences:
         yield (
-            f"{dict(d.sizes)}: loss differs by {d.loss:.1e}, gradients by {d.gradient:.1e} "
+            f"{Bucket.of(dict(d.sizes))}: loss differs by {d.loss:.1e}, gradients by {d.gradient:.1e} "
             f"({d.parameter}), recompute {d.recompute}"
         )
     if v.low:
         yield f"it computes parts in {v.low}: limit {v.limit:.1e} as it is, {EXACT:.0e} in float64"
     for d in v.lifted:
-        yield f"{dict(d.sizes)} in float64 throughout: differs by {d.worst:.1e}"
+        yield f"{Bucket.of(dict(d.sizes))} in float64 throughout: differs by {d.worst:.1e}"
     for text in v.skipped:
         yield f"not compared, as the model itself refuses it: {text}"
     for problem in v.problems():

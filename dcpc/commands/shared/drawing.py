@@ -24,7 +24,7 @@ def drawing(module: str) -> Any:
     except ImportError as error:
         raise PlanError(
             f"a picture: got {error}; expected matplotlib, which draws it; pip install "
-            "'dcpc[plots]', or ask for no picture"
+            "matplotlib, or ask for no picture"
         ) from error
 
 

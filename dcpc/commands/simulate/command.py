@@ -36,6 +36,7 @@ from dcpc.plan.progress_bar import tracked
 from dcpc.symbolic_profile import Device
 
 RANK_TOKENS = 16_384  # of a step, by default
+MUCH_PADDING = 0.1  # share of the tokens from which on it is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,18 @@ def simulate_model(
         f"{request.world} x {device.name}, {len(epoch.batches)} batches of "
         f"{request.tokens:,} tokens, {len(epoch.tokens):,} samples; predicted"
     )
-    return _finish(title, outcomes, seconds, request) + "".join(without)
+    return _finish(title, outcomes, seconds, request) + "".join(without) + _padding_text(epoch)
+
+
+def _padding_text(epoch: Epoch) -> str:
+    """Returns a line on padding to buckets, which training does without; "" where it is little."""
+    padded = sum(tokens_of(bucket) for _, bucket in epoch.samples)
+    share = 1 - sum(epoch.tokens.values()) / padded
+    return "" if share < MUCH_PADDING else (
+        f"each sample is priced at its bucket's length: {share:.0%} of the tokens are padding, in "
+        f"all systems but {PACKING!r}, and dcpc's training has little of it; name more buckets "
+        "(Buckets.from_lengths, count=24)\n"
+    )
 
 
 def _epoch(

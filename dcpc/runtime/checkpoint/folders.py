@@ -78,7 +78,8 @@ def in_place_of_one(directory: Path) -> tuple[str, bool]:
     told = [_with_newest(entries[name]) for name in near]
     told += [f"{len(entries) - len(near)} more"] * (len(entries) > len(near))
     head = "a folder without a whole checkpoint" if there else "no such folder"
-    return f"{head} ({str(place)!r} holds {', '.join(told) or 'nothing'})", True
+    none = "nothing" if there else "no folder"
+    return f"{head} ({str(place)!r} holds {', '.join(told) or none})", True
 
 
 def _with_newest(entry: Path) -> str:

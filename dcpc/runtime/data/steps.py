@@ -73,7 +73,7 @@ class MicroBatch:
         return {name: x.to(device, non_blocking=True) for name, x in self.inputs.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Step:
     """One optimizer step, as one rank sees it.
 
@@ -103,4 +103,12 @@ class Step:
     plan_s: float
     rows: tuple[tuple[int, ...], ...] = ()
     problem: DcpcError | None = None
-    again: Callable[[], Step] | None = field(default=None, repr=False, compare=False)
+    again: Callable[[], Step] | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        """Returns a line: `print(step)` shows no tensors."""
+        return (
+            f"Step {self.index} of epoch {self.epoch}: {self.samples:,} samples, {self.tokens:,} "
+            f"tokens, {len(self.micro_batches)} of {len(self.plan.micro_batches)} micro-batches "
+            "on this rank"
+        )

@@ -12,6 +12,7 @@ each node counts its own. So ranks agree on a prefix that only those that live c
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 import uuid
@@ -20,7 +21,9 @@ from datetime import timedelta
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+LOG = logging.getLogger("dcpc")
 _POLL_S = 0.02
+TOLD_S = 10.0  # after which the log says who is waited for
 
 
 def kept_by_torchrun() -> bool:
@@ -35,7 +38,7 @@ def fresh_store(store: Store, rank: int, world: int, timeout_s: float) -> Prefix
         RuntimeError: some did not arrive.
     """
     meeting = PrefixStore(f"dcpc/attempt/{world}", store)
-    own, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    own, begin_s, told_late = uuid.uuid4().hex, time.monotonic(), False
     meeting.set(f"here/{rank}", own)
     told: list[str] = []
     while True:
@@ -50,8 +53,18 @@ def fresh_store(store: Store, rank: int, world: int, timeout_s: float) -> Prefix
                 _read(meeting, f"ok/{r}/{own}") == words[r] for r in range(1, world)
             ):
                 return PrefixStore(f"dcpc/{words[0]}", store)
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"not all of {world} ranks arrived")
+        lacking = ", ".join(str(r) for r, word in enumerate(here) if not word)
+        waited_s = time.monotonic() - begin_s
+        if waited_s > timeout_s:
+            raise RuntimeError(
+                f"not all of {world} ranks arrived" + (f", no rank {lacking}" if lacking else "")
+            )
+        if lacking and waited_s > TOLD_S and not told_late:
+            told_late = True
+            LOG.warning(
+                "rank 0 waits up to %g s for rank %s to call dcpc; has it ended, or does it prepare "
+                "data first?", timeout_s, lacking,
+            )  # fmt: skip
         time.sleep(_POLL_S)
 
 

@@ -68,6 +68,14 @@ class StepResult:
         """Has `loss.backward()` say that the gradients are there."""
         self.loss.backward = _refuse_backward  # type: ignore[method-assign]
 
+    def __str__(self) -> str:
+        """Returns a line on the step."""
+        norm = "" if self.grad_norm is None else f", gradient norm {self.grad_norm:.4g}"
+        return (
+            f"loss {float(self.loss):.6g}{' (skipped)' * self.skipped}{norm}, {self.seconds_s:.3f} "
+            f"s, imbalance {self.imbalance:.1%}"
+        )
+
     @property
     def imbalance(self) -> float:
         """Measured mean idle share of the ranks, 0 to 1."""

@@ -79,7 +79,7 @@ class Stats:
         rows: list[tuple[str, ...]] = [
             ("bucket", "calls", "samples", "micro-batches", "measured s", "predicted s")
         ]
-        for bucket in sorted(self.calls.keys() | self.seconds.keys(), key=str):
+        for bucket in sorted(self.calls.keys() | self.seconds, key=lambda b: (b.tokens, str(b))):
             took = self.seconds.get(bucket, BucketSeconds())
             counts = self.calls.get(bucket, 0), self.samples.get(bucket, 0), took.runs
             seconds = took.measured_s, took.predicted_s

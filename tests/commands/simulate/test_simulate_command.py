@@ -1,6 +1,7 @@
 """`dcpc simulate` on a tiny model, by the command line: the table, the trace, what mistakes say."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -35,6 +36,9 @@ def test_simulate_prints_every_system_and_writes_a_trace(tmp_path):
     assert found.exit_code == 0, found.output
     for name in ("padded bucket", "packing", "homogeneous", "VideoSys inter", "first fit", "dcpc"):
         assert name in found.output
+    padding = 1 - (20 + 32 + 50 + 128) / (32 + 32 + 128 + 128)
+    share = re.search(r"at its bucket's length: (\d+)% of the tokens are padding", found.output)
+    assert float(share[1]) == pytest.approx(100 * padding, abs=10)
     events = json.loads(trace.read_text())["traceEvents"]
     assert {e["pid"] for e in events} == set(range(10))
     assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")

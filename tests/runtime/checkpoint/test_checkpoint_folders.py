@@ -169,6 +169,7 @@ def test_without_a_checkpoint_training_starts_only_where_that_is_asked_for(made,
     for name, text in {
         "lr 3e4": rf"no such folder \({str(tmp_path)!r} holds 'lr 3e-4' with step-00000007, 'o",
         "lr 3e4/a/b": rf"no such folder \({str(tmp_path)!r} holds 'lr 3e-4' with step-00000007",
+        "other/deep": rf"no such folder \({str(tmp_path / 'other')!r} holds no folder\)",
         "other": "a folder without a whole checkpoint .*/other' holds nothing",
         "": r"a folder without a whole checkpoint .*lr 3e-4' with step-00000007, 'notes.txt', 'o",
     }.items():
@@ -183,7 +184,7 @@ def test_without_a_checkpoint_training_starts_only_where_that_is_asked_for(made,
             made.compiled.load(one, missing=missing)
         assert made.compiled.load(tmp_path / "lr 3e-4", missing=missing).step == 7
     assert "goes on from" in caplog.records[-1].message
-    assert len(caplog.records) == 6, "each is logged once"
+    assert len(caplog.records) == 7, "each is logged once"
     with pytest.raises(CheckpointError, match="missing='begin'; expected one of error, start"):
         made.compiled.load(tmp_path, missing="begin")
     assert value(made) == 4.0
