@@ -70,7 +70,7 @@ def run(workload: Workload, limit_s: float, out: Path) -> Demonstrated:
     begin_s = time.monotonic()
     compiled = workload.compile(model, dataset)
     job.say(f"[bold]compiled[/] in {time.monotonic() - begin_s:.1f} s\n")
-    job.say(compiled.report(), markup=False, highlight=False)
+    job.say(compiled.report(), markup=False, highlight=False, soft_wrap=True)
     ours = Dcpc(compiled, workload.loader(dataset, compiled))
     optimizer = workload.make_optimizer(model)
     history = job.train(compiled, ours.loader, optimizer)

@@ -89,7 +89,7 @@ def run(workload: VideoWorkload, limit_s: float, out: Path, codec: VideoCodec) -
     begin_s = time.monotonic()
     compiled = workload.compile(model, workload.buckets(training))
     job.say(f"[bold]compiled[/] in {time.monotonic() - begin_s:.1f} s\n")
-    job.say(compiled.report(), markup=False, highlight=False)
+    job.say(compiled.report(), markup=False, highlight=False, soft_wrap=True)
     optimizer = workload.make_optimizer(model)
     ours = Dcpc(compiled, workload.loader(samples, compiled))
     watch = Watch(compiled, model, Evaluation(held) if held.clips else None)

@@ -107,7 +107,7 @@ def run(workload: Workload, limit_s: float) -> Seen:
         f"\n[bold]2. The report[/]: a GPT of {sum(p.numel() for p in model.parameters()):,} "
         f"parameters on {dist.get_world_size()} ranks of {workload.memory_bytes / MB:,.0f} MB"
     )
-    job.say(report, markup=False, highlight=False)
+    job.say(report, markup=False, highlight=False, soft_wrap=True)
     tighter = what_if(compiled.planned, workload.memory_bytes // 2)
     job.say(what_if_text([tighter]), markup=False, highlight=False)
     ours = Dcpc(compiled, workload.loader(dataset, compiled))

@@ -255,8 +255,9 @@ def test_train_step_runs_every_sample_once(compiled):
     assert all(result.loss.isfinite() for _, result in steps)
     compiled.zero_grad()
     step, result = steps[0]
-    assert f"{step}" == repr(step)
-    assert re.fullmatch(r"Step 0 of epoch 0: \d samples, \d+ tokens, (\d) of \1 micro.*", repr(step))
+    shown = f"{step}"
+    assert re.fullmatch(r"Step 0 of epoch 0: \d samples, \d+ tokens, (\d) of \1 micro.*", shown)
+    assert repr(step) == shown
     assert re.match(r"loss [\d.]+, [\d.]+ s, imbalance 0.0%$", f"{result}")
 
 

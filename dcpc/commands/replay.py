@@ -72,7 +72,7 @@ def _lines(plan: StepPlan, world: int) -> list[str]:
         ranks = str(mb.ranks[0]) if mb.sp == 1 else f"{mb.ranks[0]}-{mb.ranks[-1]}"
         lines.append(
             f"{begin_s:9.4f} {begin_s + mb.seconds_s:9.4f}  {ranks:9} {len(mb.sample_ids)} of "
-            f"{mb.bucket}, sp {mb.sp}, recompute {mb.menu_step}"
+            f"{mb.bucket}, sp {mb.sp}, recompute step {mb.menu_step}"
             + (f", padded to {mb.shape}" if mb.dims else "")
         )
     lines += ["", *_chart(plan, begins, world), ""]
@@ -110,7 +110,7 @@ def _stages(plan: StepPlan) -> list[str]:
         lines += [f"  {i}: {len(mb.sample_ids)} of {mb.bucket}" for i, mb in enumerate(mine)]
         for stage, row in enumerate(text.split(";")):
             order, _, settings = row.partition(":")
-            lines.append(f"  stage {stage}: {order}; recompute {settings}")
+            lines.append(f"  stage {stage}: {order}; recompute steps {settings}")
         lines.append("")
     busy = ", ".join(f"{busy_s:.4g}" for busy_s in plan.busy_s)
     return [*lines, f"ranks are busy for {busy} s"]

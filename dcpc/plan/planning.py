@@ -574,6 +574,6 @@ def _or_away(found: TriedRow, row: Callable[[int], TriedRow], study: Study, mode
 def plans_text(plans: Mapping[Bucket, BucketPlan]) -> str:
     """Returns the decisions as one text, which ranks compare to see that they decided alike."""
     return "; ".join(
-        f"{b}: sp {p.sp}, micro-batch {p.micro_batch}, recompute {p.menu_step}"
+        f"{b}: sp {p.sp}, micro-batch {p.micro_batch}, recompute {p.recompute} (step {p.menu_step})"
         for b, p in plans.items()
     )

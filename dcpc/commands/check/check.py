@@ -130,18 +130,19 @@ def _lines(v: Verdict) -> Iterator[str]:
         c = v.coverage
         yield (
             f"split over {v.sp} ranks: {c.sharded_share:.1%} of the FLOPs, the fullest rank has "
-            f"{c.rank_share:.1%} at {Bucket.of(dict(c.sizes))}; {c.collectives} collectives in forward"
+            f"{c.rank_share:.1%} at {Bucket.of(c.sizes)}; {c.collectives} collectives in "
+            "forward"
         )
         yield from _unsplit_lines(v)
     for d in v.differences:
         yield (
-            f"{Bucket.of(dict(d.sizes))}: loss differs by {d.loss:.1e}, gradients by {d.gradient:.1e} "
-            f"({d.parameter}), recompute {d.recompute}"
+            f"{Bucket.of(d.sizes)}: loss differs by {d.loss:.1e}, gradients by "
+            f"{d.gradient:.1e} ({d.parameter}), recompute {d.recompute}"
         )
     if v.low:
         yield f"it computes parts in {v.low}: limit {v.limit:.1e} as it is, {EXACT:.0e} in float64"
     for d in v.lifted:
-        yield f"{Bucket.of(dict(d.sizes))} in float64 throughout: differs by {d.worst:.1e}"
+        yield f"{Bucket.of(d.sizes)} in float64 throughout: differs by {d.worst:.1e}"
     for text in v.skipped:
         yield f"not compared, as the model itself refuses it: {text}"
     for problem in v.problems():

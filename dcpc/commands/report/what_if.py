@@ -141,14 +141,10 @@ def cell_text(plan: BucketPlan | None) -> str:
 
 def what_if_text(cases: Sequence[WhatIf]) -> str:
     """Returns a table of each case's choice for each bucket, with the seconds of a sample."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title="what if: sp, micro-batch, recompute, time of a sample",
-        title_justify="left",
-    )
+    table = Table(box=box.SIMPLE_HEAD)
     table.add_column("bucket", no_wrap=len(cases) < 3)
     for case in cases:
         table.add_column(case.title)
     for bucket in cases[0].plans:
         table.add_row(str(bucket), *(cell_text(case.plans[bucket]) for case in cases))
-    return as_text(table)
+    return "what if: sp, micro-batch, recompute, time of a sample\n" + as_text(table)

@@ -129,7 +129,9 @@ def _padding_text(epoch: Epoch) -> str:
     """Returns a line on padding to buckets, which training does without; "" where it is little."""
     padded = sum(tokens_of(bucket) for _, bucket in epoch.samples)
     share = 1 - sum(epoch.tokens.values()) / padded
-    return "" if share < MUCH_PADDING else (
+    if share < MUCH_PADDING:
+        return ""
+    return (
         f"each sample is priced at its bucket's length: {share:.0%} of the tokens are padding, in "
         f"all systems but {PACKING!r}, and dcpc's training has little of it; name more buckets "
         "(Buckets.from_lengths, count=24)\n"

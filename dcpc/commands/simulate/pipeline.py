@@ -56,7 +56,7 @@ def pipeline_timeline(work: PipelineWork, found: FoundSchedule) -> StepTimeline:
         for r in ran:
             i = r.action.micro_batch
             setting, most = found.schedule.settings[stage][i], len(work.costs[stage][i]) - 1
-            name = f"{r.action} {NAMES[r.action.kind]}, recompute {setting} of {most}"
+            name = f"{r.action} {NAMES[r.action.kind]}, recompute setting {setting} of {most}"
             spans.append(Span(stage, 1, r.begin_s, r.end_s, name, samples=1))
     spans += [
         Span(b.stage, 1, b.begin_s, b.end_s, f"waits for {b.why}") for b in bubbles(found.replay)

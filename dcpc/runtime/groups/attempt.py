@@ -62,9 +62,8 @@ def fresh_store(store: Store, rank: int, world: int, timeout_s: float) -> Prefix
         if lacking and waited_s > TOLD_S and not told_late:
             told_late = True
             LOG.warning(
-                "rank 0 waits up to %g s for rank %s to call dcpc; has it ended, or does it prepare "
-                "data first?", timeout_s, lacking,
-            )  # fmt: skip
+                "rank 0 waits up to %g s for rank %s to call dcpc: see its log", timeout_s, lacking
+            )
         time.sleep(_POLL_S)
 
 

@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from dcpc.runtime.groups import attempt
 from dcpc.runtime.groups.attempt import fresh_store
 
 
@@ -39,7 +38,7 @@ def test_ranks_that_died_while_they_met_are_not_waited_for(first):
 
 
 def test_ranks_that_do_not_come_are_named_while_they_are_waited_for(monkeypatch, caplog):
-    monkeypatch.setattr(attempt, "TOLD_S", 0.05)
+    monkeypatch.setattr("dcpc.runtime.groups.attempt.TOLD_S", 0.05)
     with pytest.raises(RuntimeError, match=r"not all of 4 ranks arrived, no rank 1, 2, 3$"):
         fresh_store(dist.HashStore(), 0, 4, 0.2)
     told = [record.getMessage() for record in caplog.records]
