@@ -39,7 +39,7 @@ TABLE = {
         ),
         "dynamo": "errors buckets codegen trace plan verify api",
         "__init__": "errors buckets passes runtime compiled api",
-        "hf": "errors buckets runtime compiled api",
+        "hf": "errors buckets plan runtime compiled api",
         "commands": (
             "errors buckets ir ops fx trace passes symbolic_profile codegen plan verify runtime "
             "compiled api __init__"

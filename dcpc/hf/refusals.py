@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dcpc.errors import PlanError
+from dcpc.plan.options import away_kinds
 
 # Where a Trainer's `compute_loss` may be defined: these return the loss of the model's forward.
 _OWN_LOSSES = ("transformers.trainer", "trl.trainer.sft_trainer")
 _LAYERWISE = ("lomo", "adalomo")
+# The options of `dcpc.compile` by which no rank has the model.
+_APART = "parameters=, pipeline= or away='parameters'"
 
 
 def refuse(trainer: Any, compile_options: Mapping[str, Any]) -> None:
@@ -19,9 +22,10 @@ def refuse(trainer: Any, compile_options: Mapping[str, Any]) -> None:
         PlanError: a setting is refused; all of them are named.
     """
     found = [*_arguments(trainer.args), *_losses(trainer), *_parallel(trainer)]
-    if compile_options.get("parameters", "whole") != "whole" or compile_options.get("pipeline"):
-        found += _sharded(trainer)
     mode = compile_options.get("parameters", "whole")
+    away = away_kinds(compile_options.get("away", "auto"))[1]
+    if mode != "whole" or away or compile_options.get("pipeline"):
+        found += _sharded(trainer)
     if mode not in ("whole", "rounds"):
         found.append(
             f"got compile_options parameters={mode!r}; expected 'whole' or 'rounds': after an "
@@ -135,18 +139,18 @@ def _sharded(trainer: Any) -> Iterator[str]:
     """Yields a text for each setting that needs the whole model on a rank."""
     if trainer.optimizer is not None:
         yield (
-            "got optimizers=(...) beside parameters= or pipeline=; expected a class: a rank's "
-            "parameters are known once the model is compiled; pass optim= in the arguments, or "
+            f"got optimizers=(...) beside {_APART}; expected a class: a rank's parameters are "
+            "known once the model is compiled; pass optim= in the arguments, or "
             "optimizer_cls_and_kwargs="
         )
     if trainer.args.save_strategy != "no":
         yield (
-            f"got save_strategy={str(trainer.args.save_strategy)!r} beside parameters= or "
-            "pipeline=; expected 'no': training that resumes from ranks' own parts of a checkpoint "
-            "is not as it was; pass save_strategy='no' and call save_model at the end"
+            f"got save_strategy={trainer.args.save_strategy.value!r} beside {_APART}; expected "
+            "'no': training that resumes from ranks' own parts of a checkpoint is not as it was; "
+            "pass save_strategy='no' and call save_model at the end"
         )
     if trainer.args.bf16_full_eval or trainer.args.fp16_full_eval:
         yield (
-            "got bf16_full_eval or fp16_full_eval beside parameters= or pipeline=; expected "
-            "neither: the parameters that train would be rounded; pass bf16=True"
+            f"got bf16_full_eval or fp16_full_eval beside {_APART}; expected neither: the "
+            "parameters that train would be rounded; pass bf16=True"
         )

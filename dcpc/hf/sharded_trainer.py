@@ -135,9 +135,9 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and is_apart(self.compiled):
             raise CheckpointError(
-                f"resume_from_checkpoint: got {checkpoint} with parameters= or pipeline=; expected "
-                "none: a Trainer whose ranks have parts of the model does not resume; leave these "
-                "options out"
+                f"resume_from_checkpoint: got {checkpoint} with parameters=, pipeline= or "
+                "away='parameters'; expected none: a Trainer whose ranks have parts of the model "
+                "does not resume; leave these options out"
             )
         super()._load_optimizer_and_scheduler(checkpoint)
 

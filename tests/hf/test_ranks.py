@@ -124,7 +124,11 @@ def compare(found, expected) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("options", [{"parameters": "rounds"}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"parameters": "rounds"}, {"pipeline": 2}, {"away": "parameters", "host": "64MB"}],
+    ids=str,
+)
 def test_without_the_model_on_any_rank_it_trains(tmp_path, trainers_own, options):
     found = run_ranks(sharing, 2, 2, tmp_path, Ours, False, options, timeout_s=LIMIT_S)
     compare(found, trainers_own)

@@ -321,6 +321,10 @@ def shared(options, **own):
         ({"bf16_full_eval": True, **shared({"parameters": "rounds"})}, "bf16_full_eval"),
         ({"save_strategy": "steps", **shared({"pipeline": 2})}, "save_strategy"),
         (
+            {"save_strategy": "steps", **shared({"host": "1MB", "away": "parameters"})},
+            "save_strategy='steps' beside .*away='parameters'",
+        ),
+        (
             shared({"pipeline": 2}, optimizers=(torch.optim.SGD([torch.ones(1)]), None)),
             "optimizers",
         ),
