@@ -20,6 +20,7 @@ from dcpc.plan.choose import TriedRow, choose, crossover_text, least_recompute
 from dcpc.plan.notes.attention_note import attention_lines
 from dcpc.plan.notes.gather_note import gather_lines
 from dcpc.plan.notes.kernel_note import kernel_lines
+from dcpc.plan.prices.away_kinds import LEVELS
 from dcpc.plan.prices.priced import Priced
 from dcpc.plan.prices.studies import Study
 from dcpc.plan.progress_bar import tracked
@@ -39,6 +40,7 @@ from dcpc.trace.loss import Loss
 # Micro-batches are tried in powers of two, up to where one more doubling gains nothing.
 MOST_SAMPLES = 1 << 12
 AWAY_TRIES = 8  # numbers of recompute steps, besides 0, with which values leave
+AWAY_STEP = 64  # levels between those that are tried at first
 # The gradient of the loss that autograd itself makes: one number, beside a variant's memory.
 LOSS_GRADIENT_BYTES = 8
 # A plan that needs less than this share of a GPU fits with the allocator's fragmentation, too; on a
@@ -537,10 +539,8 @@ def row_of(study: Study, sizes: Sizes, sp: int, request: PlanRequest) -> TriedRo
     if not request.away_bytes:
         return found
     if request.all_leave:
-        kinds = study.kinds(found.menu_step)
-        while kinds and row(found.menu_step + LEAVES * kinds).away_bytes > request.away_bytes:
-            kinds -= 1
-        return row(found.menu_step + LEAVES * kinds)
+        step, levels = found.menu_step, range(min(LEVELS, study.levels(found.menu_step)), -1, -1)
+        return _first(row, step, levels, lambda r: r.away_bytes <= request.away_bytes)
     if found.fits and not (found.menu_step and study.overlaps):
         return found
     return _or_away(found, row, study, request.recompute_mode)
@@ -549,26 +549,40 @@ def row_of(study: Study, sizes: Sizes, sp: int, request: PlanRequest) -> TriedRo
 def _or_away(found: TriedRow, row: Callable[[int], TriedRow], study: Study, mode: str) -> TriedRow:
     """Returns a row in which saved values leave the device, where that is quicker or alone fits.
 
-    For some numbers of recompute steps: the fewest kinds of values with which the row fits.
+    For some numbers of recompute steps: the least of the bytes that can leave with which it fits.
     """
     most = study.steps
     tried = {"none": [0], "all": [most]}.get(
         mode, [most * i // AWAY_TRIES for i in range(AWAY_TRIES + 1)]
     )
     for menu_step in dict.fromkeys(tried):
-        kinds = study.kinds(menu_step)
         quicker = row(menu_step).seconds_s < (1 - AWAY_GAIN) * found.seconds_s
-        if not kinds or (found.fits and not quicker):
+        if found.fits and not quicker:
             continue
-        low, high = 0, kinds
-        best = row(menu_step + LEAVES * kinds)
-        while high - low > 1:
-            middle = (low + high) // 2
-            one = row(menu_step + LEAVES * middle)
-            low, high, best = (low, middle, one) if one.fits else (middle, high, best)
-        if best.fits and not (found.fits and best.seconds_s >= (1 - AWAY_GAIN) * found.seconds_s):
-            found = best
-    return found
+        for end in range(LEVELS, study.levels(menu_step) + 1, LEVELS):
+            best = _first(row, menu_step, range(end - LEVELS + AWAY_STEP, end + 1, AWAY_STEP))
+            least_s = (1 - AWAY_GAIN) * found.seconds_s if found.fits else inf
+            found = best if best.fits and best.seconds_s < least_s else found
+    level, menu_step = divmod(found.menu_step, LEAVES)
+    if not level or not found.fits:
+        return found
+    return _first(row, menu_step, range(level - AWAY_STEP + 1, level + 1))
+
+
+def _first(
+    row: Callable[[int], TriedRow],
+    menu_step: int,
+    levels: Sequence[int],
+    fits: Callable[[TriedRow], bool] = lambda r: r.fits,
+) -> TriedRow:
+    """Returns the row of the first level that fits, by bisection; of the last, if none does."""
+    low, high = -1, len(levels) - 1
+    best = row(menu_step + LEAVES * levels[high])
+    while high - low > 1:
+        middle = (low + high) // 2
+        one = row(menu_step + LEAVES * levels[middle])
+        low, high, best = (low, middle, one) if fits(one) else (middle, high, best)
+    return best
 
 
 def plans_text(plans: Mapping[Bucket, BucketPlan]) -> str:

@@ -3,8 +3,9 @@
     forward   ... v, leave(v) ... last call that reads v or the next such value, gone(v) ...
     backward  ask(first) ... ask(next), arrive(v), first call that reads v ...
 
-So at most two such values are on their way at once: while one is copied, the next is used. The last
-value that forward makes stays, as backward begins with it.
+So at most two such values are on their way at once: while one is copied, the next is used. The first
+to come back is asked for where backward reads a value as large that stayed, else at its start. The
+last value that forward makes stays, as backward begins with it.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Leaving:
             return whole
         nodes = {n: self._nodes(n) for n in going}
         forward = self._forward(whole.forward, going, nodes)
-        backward, order = self._backward(whole.backward, nodes)
+        backward, order = self._backward(whole.backward, nodes, self.able(whole))
         saved = tuple(nodes[n].gone if n in nodes else n for n in whole.saved)
         returning = tuple((nodes[n].ask, n) for n in order)
         return replace(whole, forward=forward, backward=backward, saved=saved, returning=returning)
@@ -111,20 +112,29 @@ class Leaving:
         return tuple(order)
 
     def _backward(
-        self, calls: Sequence[fx.Node], nodes: Mapping[fx.Node, AwayNodes]
+        self,
+        calls: Sequence[fx.Node],
+        nodes: Mapping[fx.Node, AwayNodes],
+        able: Sequence[fx.Node],
     ) -> tuple[tuple[fx.Node, ...], list[fx.Node]]:
         first: dict[fx.Node, int] = {}
         for i, call in enumerate(calls):
             for source in call.all_input_nodes:
-                if source in nodes:
+                if source in nodes or source in able:
                     first.setdefault(source, i)
-        wanted = sorted(first, key=first.__getitem__)
+        wanted = sorted(nodes, key=first.__getitem__)
         asked = {at: n for at, n in itertools.pairwise(wanted)}
-        order = [nodes[n].ask for n in wanted[:1]]
+        before = [
+            first[n] for n in able
+            if first[n] < first[wanted[0]] and _bytes(n) >= _bytes(wanted[0])
+        ]  # fmt: skip
+        begin, order = max(before, default=0), list[fx.Node]()
         arriving: dict[int, list[fx.Node]] = {}
         for n in wanted:
             arriving.setdefault(first[n], []).append(n)
         for i, call in enumerate(calls):
+            if i == begin:
+                order.append(nodes[wanted[0]].ask)
             for n in arriving.get(i, ()):
                 if n in asked:
                     order.append(nodes[asked[n]].ask)
@@ -183,6 +193,12 @@ def _order(node: fx.Node) -> list[int] | None:
         expected = expected * value.shape[d]
     whole = _same(value.untyped_storage().nbytes(), expected * value.dtype.itemsize)
     return order if whole and _same(value.storage_offset(), 0) else None
+
+
+def _bytes(node: fx.Node) -> int:
+    """Returns the bytes of a value at the sizes of the trace."""
+    value = node.meta["val"]
+    return _hint(value.numel()) * int(value.dtype.itemsize)
 
 
 def _hint(size: Any) -> int:

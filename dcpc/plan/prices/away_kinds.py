@@ -1,7 +1,9 @@
 """Saved values that leave the device, kind by kind, and the seconds of the wait for them.
 
 Of equal blocks the same values leave, so a kind is a value of each copy of a block, or one value.
-Kinds leave the largest first, and of equal ones the first of forward, which is away the longest.
+A level is a share of the bytes that could leave, which leave in the order of forward: what is made
+first is away the longest, and is needed back when the most is freed. Levels beyond `LEVELS` are the
+same shares of the largest first: of more blocks, so that the link has longer for each.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from dcpc.symbolic_profile import END, START, Device, Events, Folding, Meter
 
 SHARE = 0.999  # kinds beyond this share of the bytes that could leave stay
 _KINDS: dict[object, str] = {LEAVE: START, GONE: END, ASK: START, ARRIVE: END}
-AwayKinds: TypeAlias = tuple[tuple[str, ...], ...]  # names of the values of each kind
+# Names of the values of each kind, and their bytes, in the order of forward.
+AwayKinds: TypeAlias = tuple[tuple[tuple[str, ...], float], ...]
+LEVELS = 1024
 
 
 def kinds_of(
@@ -28,7 +32,9 @@ def kinds_of(
     meter: Meter,
     sizes: Mapping[str, int],
 ) -> AwayKinds:
-    """Returns the kinds of saved values that could leave, in the order in which they do.
+    """Returns the kinds of saved values that could leave, in the order of forward.
+
+    Those of repeated blocks are in the place of the first, the largest first.
 
     Args:
         lowering: graph of the schedule.
@@ -55,7 +61,26 @@ def kinds_of(
     kinds = sorted(found.values(), key=lambda own: (-all_bytes(own), own[0]))
     totals = [*accumulate(map(all_bytes, kinds))]
     kept = [k for k, t in zip(kinds, totals, strict=True) if t - all_bytes(k) < SHARE * totals[-1]]
-    return tuple(tuple(able[i].name for i in own) for own in kept)
+    begins: dict[object, int] = {}
+    runs = [able[own[0]] if len(own) == 1 else copies.copy(able[own[0]].name)[0] for own in kept]
+    for run, own in zip(runs, kept, strict=True):
+        begins[run] = min(own[0], begins.get(run, own[0]))
+    order = sorted(zip(runs, kept, strict=True), key=lambda one: begins[one[0]])
+    return tuple((tuple(able[i].name for i in own), all_bytes(own)) for _, own in order)
+
+
+def at_level(kinds: AwayKinds, level: int) -> set[str]:
+    """Returns the names of the values that leave at a level; at `LEVELS` and twice that all do."""
+    if level > LEVELS:
+        kinds, level = tuple(sorted(kinds, key=lambda kind: -kind[1])), level - LEVELS
+    going, left = list[tuple[str, ...]](), sum(size for _, size in kinds) * level / LEVELS
+    for i, (names, size) in enumerate(kinds):
+        if level < LEVELS and size > left:
+            going.append(min((k for k in kinds[i:] if k[1] >= left), key=lambda k: k[1])[0])
+            break
+        going.append(names)
+        left -= size
+    return {name for names in going for name in names}
 
 
 def events_of(

@@ -33,7 +33,7 @@ from dcpc.ir import (
     tensor_operands,
 )
 from dcpc.passes.recompute.menu import AlikeBlocks, ForwardCall, Menu, ValueMemory, recompute_menu
-from dcpc.plan.prices.away_kinds import AwayKinds, events_of, kinds_of
+from dcpc.plan.prices.away_kinds import LEVELS, AwayKinds, at_level, events_of, kinds_of
 from dcpc.symbolic_profile import (
     START,
     Away,
@@ -161,9 +161,9 @@ class Structure:
 
     def away(self, menu_step: int) -> set[Key]:
         """Returns keys of the values that leave the device."""
-        kinds, recomputed = divmod(menu_step, LEAVES)
-        leaving = self.kinds_at(recomputed)[:kinds] if kinds else ()
-        return {self.keys[name] for names in leaving for name in names}
+        level, recomputed = divmod(menu_step, LEAVES)
+        names = at_level(self.kinds_at(recomputed), level) if level else ()
+        return {self.keys[name] for name in names}
 
     def kinds_at(self, menu_step: int) -> AwayKinds:
         """Returns the kinds of values that could leave after so many recompute steps."""
@@ -206,9 +206,16 @@ class Study:
         """Whether the device copies while it computes."""
         return self._structure.device.overlaps
 
-    def kinds(self, menu_step: int) -> int:
-        """Returns how many kinds of values could leave after so many recompute steps."""
-        return 0 if self._away is None else len(self._structure.kinds_at(menu_step))
+    def levels(self, menu_step: int) -> int:
+        """Returns the number of levels of values that leave; 0: nothing can.
+
+        Where all copies of a block let the same values go, or copies take their time alone, only
+        those in the order of forward.
+        """
+        structure = self._structure
+        if self._away is None or not structure.kinds_at(menu_step):
+            return 0
+        return LEVELS * (2 if structure.copies is None and self.overlaps else 1)
 
     @property
     def turns(self) -> tuple[int, ...]:
