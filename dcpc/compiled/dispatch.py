@@ -36,7 +36,9 @@ from dcpc.trace.loss import by_position
 
 # A bucket, ranks of the group, and samples of a row of the plan table.
 SettingKey = tuple[Bucket, int, int]
-_VariantKey = tuple[Bucket, tuple[tuple[str, int], ...], RowSetting, int, frozenset[int] | None]
+_VariantKey = tuple[
+    Bucket, int, tuple[tuple[str, int], ...], RowSetting, int, frozenset[int] | None
+]
 
 
 class Dispatch:
@@ -47,8 +49,8 @@ class Dispatch:
         stats: counts of calls and steps so far.
         value_ranges: ranges of values that ops need of integer inputs, by bucket and input.
         lengths: lengths at which the graphs of the buckets are right.
-        variants: variant of some lengths of a bucket, a setting, a place in the group and a way to
-            gather parameters, with its integers; filled on first use.
+        variants: variant of some lengths of a bucket, the program that it runs, a setting, a place
+            in the group and a way to gather parameters, with its integers; filled on first use.
         menu_steps: steps of recompute that take the place of those in a step's plan.
     """
 
@@ -483,9 +485,9 @@ class Dispatch:
     ) -> tuple[Variant, tuple[int, ...]]:
         """Returns the variant of sizes and a setting, compiled on first use, and its integers."""
         again = self._gathering
-        key = (bucket, tuple(sorted(sizes.items())), setting, place, again)
+        runnable = self._planned.by_bucket[bucket]
+        key = (bucket, id(runnable), tuple(sorted(sizes.items())), setting, place, again)
         if key not in self.variants:
-            runnable = self._planned.by_bucket[bucket]
             placement = self.placement(bucket, sizes, setting)
             step = setting.menu_step
             self.variants[key] = runnable.variant(placement, step, sizes, place, again)

@@ -6,7 +6,7 @@ import itertools
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import sympy
 from torch import Tensor
@@ -70,6 +70,8 @@ class Runnable:
         priced: prices of the program, and the values that each recompute step recomputes.
         inspector: checker of each variant before its first run; None: no check.
         in_tiles: the program in tiles, by the arguments of `tiled` in `tiling.py`.
+        whole: the program of these numbers that is not in tiles; itself, if it is not.
+        tiles: most rows of a tile and least width of a region; None: it is not in tiles.
     """
 
     def __init__(self, traced: Traced) -> None:
@@ -78,6 +80,7 @@ class Runnable:
         self._variants: dict[tuple[object, ...], list[Variant]] = {}
         self.inspector: Inspector | None = None
         self.in_tiles: dict[tuple[int, float], Runnable | None] = {}
+        self.whole, self.tiles = self, cast(tuple[int, float] | None, None)
 
     @property
     def runs_what_was_priced(self) -> bool:

@@ -105,7 +105,10 @@ def tiled(runnable: Runnable, most: int, wider: float = LOGITS) -> Runnable | No
     """Returns a program in tiles; None: it has no region that is far wider than its ends."""
     if (most, wider) not in runnable.in_tiles:
         made = in_tiles(runnable.traced, most, wider, bool(runnable.traced.sharding.derived))
-        runnable.in_tiles[most, wider] = None if made is None else Runnable(made)
+        found = None if made is None else Runnable(made)
+        if found is not None:
+            found.whole, found.tiles = runnable, (most, wider)
+        runnable.in_tiles[most, wider] = found
     return runnable.in_tiles[most, wider]
 
 

@@ -97,8 +97,11 @@ class PlainOutcomes:
             yield
 
     def number(self, traced: Traced) -> int:
-        """Returns which trace these are made from."""
-        return next(i for i, (_, v) in enumerate(self.groups) if v is traced)
+        """Returns which trace these are made from; of tiles made later, that of the same model."""
+        program = traced.whole or traced.program
+        own = [i for i, (_, v) in enumerate(self.groups) if v is traced]
+        same = [i for i, (_, v) in enumerate(self.groups) if (v.whole or v.program) is program]
+        return [*own, *same][0]
 
     def of(self, traced: Traced, alike: bool, more: Sequence[Point] = ()) -> Iterator[Reference]:
         """Yields the plain model's outcomes at the points of a trace, as long as there is time."""

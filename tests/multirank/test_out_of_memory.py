@@ -11,6 +11,7 @@ import torch
 
 import dcpc
 from dcpc.runtime.step.on_group import OnGroup
+from models.gpt import GPT, GPTConfig
 from tests.cases.exactness import SPLITTING
 from tests.cases.launch import RanksError, run_ranks
 from tests.cases.ragged import LENGTHS, Ragged, gpt
@@ -141,3 +142,51 @@ def test_ranks_that_fail_anywhere_in_mixed_degrees(seed):
 def test_ranks_that_gather_parameters_are_refused_on_the_rank_that_failed():
     with pytest.raises(RanksError, match=r"PlanError: rank 1 ran out of memory .*='rounds'"):
         run_ranks(train, 2, "rounds", 1, 1.0, 1, (100,), timeout_s=60)
+
+
+VOCABULARY, LONGEST = 512, 1024
+
+
+class Long:
+    """Texts whose logits are most of what a step needs."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        draw = torch.Generator().manual_seed(i)
+        ids, labels = torch.randint(VOCABULARY, (2, LONGEST - i), generator=draw)
+        return {"input_ids": ids, "labels": labels}
+
+
+def short_of_logits(rank: int, tile: str, places: dict[str, str]) -> dict[str, Any]:
+    """Steps on ranks, of which one has from the second on half of the memory that one took."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=VOCABULARY, dim=16, n_layers=1, n_heads=2)
+    compiled = dcpc.compile(
+        GPT(config).double(), dcpc.Buckets(INPUTS, [{"seq": LONGEST}]), backend="eager",
+        verify="auto", memory=1e9, tile=tile, **places,
+    )  # fmt: skip
+    loader = dcpc.DataLoader(Long(), compiled, samples_per_step=2, pad=PAD, weight="labels")
+    limit, errors = MemoryLimit(), []
+    with limit.around(OnGroup, "run_turns"):
+        for _ in range(2):
+            for step in loader:
+                errors.append(compared(compiled, step, Long()))
+                if rank == 1:
+                    limit.limit_bytes = min(limit.limit_bytes, 0.5 * limit.most_bytes)
+    (plan,) = compiled.plans.values()
+    return {"worst": max(errors), "raised": limit.raised, "sp": plan.sp, "reason": plan.reason,
+            "steps": len(errors)}  # fmt: skip
+
+
+@pytest.mark.multirank
+def test_logits_go_in_tiles_before_a_group_gets_wider():
+    found = run_ranks(short_of_logits, 2, "auto", {}, timeout_s=280)
+    for each in found:
+        assert each["worst"] < 1e-10
+        assert each["steps"] == 4
+        assert each["sp"] == 1
+        assert "rows at a time" in each["reason"]
+    assert found[1]["raised"] > 0

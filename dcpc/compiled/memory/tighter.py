@@ -19,6 +19,8 @@ from dcpc.errors import PlanError
 from dcpc.ir import BucketPlan
 from dcpc.plan.choose import TriedRow, choice_text
 from dcpc.plan.planning import Planned, plan_buckets
+from dcpc.plan.runnable import Runnable
+from dcpc.plan.tiling import TileLadder, tiled
 from dcpc.runtime.data.steps import Step
 from dcpc.runtime.groups.agreement import from_first
 from dcpc.runtime.groups.groups import Groups
@@ -46,6 +48,7 @@ class TighterPlans:
         planned: plan of the model, with its request.
         plans: setting of each bucket; written to.
         tables: rows of each bucket; written to.
+        programs: program of each bucket, whole or in tiles; written to.
         groups: the process groups.
         budgets: bucket -> bytes that a rank may need by prediction, where it ran out of memory.
         counts: bucket -> how often it ran out of memory.
@@ -55,6 +58,7 @@ class TighterPlans:
     planned: Planned
     plans: dict[Bucket, BucketPlan]
     tables: dict[Bucket, tuple[TriedRow, ...]]
+    programs: dict[Bucket, Runnable]
     groups: Groups
     budgets: dict[Bucket, int] = field(default_factory=dict)
     counts: dict[Bucket, int] = field(default_factory=dict)
@@ -169,7 +173,8 @@ class TighterPlans:
         own = request.resident_bytes
         cuts = (cut, cut / 2, cut / 4)  # the least that there is may be more than the first leaves
         budgets = [*(own + int((1 - each) * (needed - own)) for each in cuts), needed - 1]
-        found = json.loads(from_first(self.groups, json.dumps(self._found(bucket, budgets))))
+        wanted = json.dumps(self._found(bucket, setting.sp, budgets))
+        found = json.loads(from_first(self.groups, wanted))
         old = f"{_setting_text(setting, row)}, which was to need {bytes_text(needed)} of a rank"
         self.counts[bucket] = self.counts.get(bucket, 0) + 1
         if not found:
@@ -181,7 +186,7 @@ class TighterPlans:
                 )
             self._least.add((bucket, setting))
             return f"{old}; no other one needs less, so it is tried once more"
-        priced = self.planned.by_bucket[bucket].priced
+        priced = self._take(bucket, found["tiles"]).priced
         full = {**bucket.sizes, BATCH: int(found["plan"]["micro_batch"])}
         study = priced.at(priced.placement(full, int(found["plan"]["sp"])))
         rows = [TriedRow(**each, most=lambda: study.steps) for each in found["rows"]]
@@ -192,27 +197,46 @@ class TighterPlans:
         now = f"{choice_text(self.plans[bucket])}, within {bytes_text(self.budgets[bucket])}"
         return f"{old}; now {now}"
 
-    def _found(self, bucket: Bucket, budgets: Sequence[int]) -> dict[str, Any]:
+    def _take(self, bucket: Bucket, tiles: Sequence[Any] | None) -> Runnable:
+        """Has a bucket run its program in such tiles, None: whole; returns that."""
+        before = self.programs[bucket]
+        found = before.whole if tiles is None else tiled(before.whole, *tiles)
+        assert found is not None, "rank 0 has it, from the same trace"
+        found.inspector = before.inspector
+        found.priced.placements.settle()
+        self.programs[bucket] = found
+        return found
+
+    def _found(self, bucket: Bucket, sp: int, budgets: Sequence[int]) -> dict[str, Any]:
         """Returns plan and rows within the first budget that something fits; plain data.
 
-        Of rank 0 alone: what a row costs may follow from what a rank has priced before.
+        At a wider group than that which failed only where nothing else fits: tiles of wide values
+        and values that leave the device are tried before. Of rank 0 alone: what a row costs may
+        follow from what a rank has priced before.
         """
         if self.groups.rank > 0:
             return {}
-        runnable = self.planned.by_bucket[bucket]
-        for budget in budgets:
-            request = replace(self.planned.request, memory_bytes=budget)
+        request = self.planned.request
+        ladder = TileLadder({bucket: self.programs[bucket].whole}, request.tile)
+        own = tuple(degree for degree in request.sps if degree <= sp)
+        for budget, sps in itertools.product(budgets, dict.fromkeys((own, request.sps))):
+            asked = replace(request, memory_bytes=budget, sps=sps)
             with casting(self.groups.device.type, None):
-                plans, tables, *_ = plan_buckets({bucket: runnable.priced}, request)
-            if plans:
-                plain = {"sp", "micro_batch", "menu_step", "seconds_s", "fits", "peak_bytes",
-                         "again_bytes", "activation_bytes"}  # fmt: skip
-                return {
-                    "budget": budget,
-                    "plan": {n: getattr(plans[bucket], n) for n in {*plain, "steps", "reason"}},
-                    "rows": [{n: getattr(row, n) for n in {*plain, "needed_bytes", "segments"}}
-                             for row in tables[bucket]],
-                }  # fmt: skip
+                found = plan_buckets(ladder.priced, asked, others=ladder.others)
+                if not found.plans:
+                    continue
+                # Wider groups stay a choice of the planner of steps.
+                every = plan_buckets(found.priced, replace(asked, sps=request.sps)).tables[bucket]
+            wider = [row for row in every if row.sp > max(sps)]
+            plain = {"sp", "micro_batch", "menu_step", "seconds_s", "fits", "peak_bytes",
+                     "again_bytes", "activation_bytes", "away_bytes"}  # fmt: skip
+            return {
+                "budget": budget,
+                "tiles": ladder.chosen(found.priced)[bucket].tiles,
+                "plan": {n: getattr(found.plans[bucket], n) for n in {*plain, "steps", "reason"}},
+                "rows": [{n: getattr(row, n) for n in {*plain, "needed_bytes", "segments"}}
+                         for row in (*found.tables[bucket], *wider)],
+            }  # fmt: skip
         return {}
 
 

@@ -18,6 +18,7 @@ from dcpc.errors import DispatchError
 from dcpc.ir import BucketPlan
 from dcpc.plan.choose import TriedRow
 from dcpc.plan.planning import Planned
+from dcpc.plan.runnable import Runnable
 from dcpc.runtime.averages import RunningAverages
 from dcpc.runtime.groups.agreement import agree
 from dcpc.runtime.groups.groups import Groups
@@ -83,7 +84,9 @@ class ModelCore:
             )  # fmt: skip
             self.store.install(model)
         self.seeds = Seeds(base_seed, groups)
-        self.tighter = TighterPlans(planned, self.plans, tables, groups)
+        self.tighter = TighterPlans(
+            planned, self.plans, tables, cast(dict[Bucket, Runnable], planned.by_bucket), groups
+        )
         names = running_names(model) if returns_statistics(planned.loss) else ()
         self.averages = averages = RunningAverages(model, names, groups)
         self.dispatch = Dispatch(buckets, planned, groups, self.seeds, self.store, averages, unpad)
