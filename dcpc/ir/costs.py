@@ -90,7 +90,7 @@ class PlanRow:
     Attributes:
         sp: ranks of the group that shares a micro-batch.
         micro_batch: most samples of a micro-batch; the placement is made for this number.
-        menu_step: number of recompute steps taken, and `LEAVES` for each level of values that leave.
+        menu_step: number of recompute steps taken, and `LEAVES` times the level of what leaves.
         seconds_s: predicted seconds of a full micro-batch, forward and backward.
         fits: whether the setting fits a rank's memory.
         again_bytes: bytes of activations that backward makes again.

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from torch import Tensor
 from dcpc.errors import StoreError
 
 PAGE_BYTES = 4096
+LOOK_S = 1.0  # between looks whether a thread that is waited for still runs
 LOOSE = 1.25  # a free slot is taken for a value up to this much smaller: plans fill so much less
 
 
@@ -127,24 +128,69 @@ def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream
     return _STREAMS[device]
 
 
+class StoreThread:
+    """The thread that writes and reads the files of a store; another one takes a dead one's place.
+
+    Args:
+        folder: folder of the files, for errors.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder, self._threads = folder, list[threading.Thread]()
+        self._pool = self._new()
+
+    def submit(
+        self, then: Callable[[], object], job: Callable[..., None], *args: Any
+    ) -> QueuedCopy:
+        """Queues a job; the waiting thread calls `then` after it."""
+        if not _live(self._threads):
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = self._new()
+        return QueuedCopy(self._pool.submit(job, *args), self._folder, self._threads, then)
+
+    def _new(self) -> ThreadPoolExecutor:
+        self._threads = threads = list[threading.Thread]()
+        return ThreadPoolExecutor(
+            1, "dcpc store", initializer=lambda: threads.append(threading.current_thread())
+        )
+
+
+def _live(threads: Sequence[threading.Thread]) -> bool:
+    """Whether the thread runs, or has had no job yet."""
+    return all(thread.is_alive() for thread in threads)
+
+
 @dataclass(slots=True)
-class Queued:
+class QueuedCopy:
     """A copy by a thread.
 
     Attributes:
         future: what the thread does.
+        folder: folder of the files, for errors.
+        threads: thread that does it, once it has begun.
         then: what is done after it, in the waiting thread.
     """
 
     future: Future[None]
-    then: Callable[[], object] = lambda: None
+    folder: str
+    threads: Sequence[threading.Thread]
+    then: Callable[[], object]
 
     def wait(self) -> None:
         """Waits for the thread.
 
         Raises:
-            StoreError: a file could not be written or read.
+            StoreError: a file could not be written or read, or the thread has died.
         """
+        while not wait([self.future], LOOK_S).done:
+            if not _live(self.threads):
+                self.future.cancel()
+        if self.future.cancelled():
+            raise StoreError(
+                f"disk={self.folder!r}: got the end of the thread that writes and reads its "
+                "files; expected it to go on; run the step again, which starts another, and "
+                "look at stderr for what ended it"
+            )
         self.future.result()
         self.then()
 
@@ -152,7 +198,7 @@ class Queued:
 class FileSlot:
     """A file of one value, without a name in its folder."""
 
-    def __init__(self, folder: str, size_bytes: int, thread: ThreadPoolExecutor) -> None:
+    def __init__(self, folder: str, size_bytes: int, thread: StoreThread) -> None:
         self.size_bytes, self._folder, self._thread = size_bytes, folder, thread
         with _file_errors(folder, "reserve", size_bytes):
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
@@ -160,13 +206,13 @@ class FileSlot:
 
     def write(self, value: Tensor) -> SlotCopy:
         """Starts to copy a flat tensor of bytes to the slot."""
-        return Queued(self._thread.submit(self._each, "write", os.pwrite, value.cpu()))
+        return self._thread.submit(lambda: None, self._each, "write", os.pwrite, value.cpu())
 
     def read(self, value: Tensor) -> SlotCopy:
         """Starts to fill a flat tensor of bytes from the slot."""
         into = value if value.device.type == "cpu" else torch.empty_like(value, device="cpu")
-        job = self._thread.submit(self._each, "read", self._fill, into)
-        return Queued(job) if into is value else Queued(job, lambda: value.copy_(into))
+        then = (lambda: None) if into is value else (lambda: value.copy_(into))
+        return self._thread.submit(then, self._each, "read", self._fill, into)
 
     def memory(self) -> Tensor:
         """Returns the slot's bytes, mapped: the system reads and writes the file when it must."""
@@ -339,7 +385,7 @@ def store_of(text: str) -> Store:
         pinned = torch.cuda.is_available()
         pools = [SlotPool(lambda size: HostSlot(size, pinned), int(host))]
         if int(disk):
-            thread = ThreadPoolExecutor(1, thread_name_prefix="dcpc store")
+            thread = StoreThread(folder)
             pools.append(SlotPool(lambda size: FileSlot(folder, size, thread), int(disk)))
         _OPEN[text] = Store(pools)
     return _OPEN[text]

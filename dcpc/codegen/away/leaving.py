@@ -3,9 +3,9 @@
     forward   ... v, leave(v) ... last call that reads v or the next such value, gone(v) ...
     backward  ask(first) ... ask(next), arrive(v), first call that reads v ...
 
-So at most two such values are on their way at once: while one is copied, the next is used. The first
-to come back is asked for where backward reads a value as large that stayed, else at its start. The
-last value that forward makes stays, as backward begins with it.
+So at most two such values are on their way at once: while one is copied, the next is used. The
+first to come back is asked for where backward reads a value as large that stayed, else at its
+start. The last value that forward makes stays, as backward begins with it.
 """
 
 from __future__ import annotations

@@ -61,11 +61,10 @@ def kinds_of(
     kinds = sorted(found.values(), key=lambda own: (-all_bytes(own), own[0]))
     totals = [*accumulate(map(all_bytes, kinds))]
     kept = [k for k, t in zip(kinds, totals, strict=True) if t - all_bytes(k) < SHARE * totals[-1]]
-    begins: dict[object, int] = {}
-    runs = [able[own[0]] if len(own) == 1 else copies.copy(able[own[0]].name)[0] for own in kept]
-    for run, own in zip(runs, kept, strict=True):
-        begins[run] = min(own[0], begins.get(run, own[0]))
-    order = sorted(zip(runs, kept, strict=True), key=lambda one: begins[one[0]])
+    run_of = [OUTSIDE if copies is None else copies.copy(able[own[0]].name) for own in kept]
+    begins = {run: min(own[0] for r, own in zip(run_of, kept, strict=True) if r == run)
+              for run in {*run_of} - {OUTSIDE}}  # fmt: skip
+    order = sorted(zip(run_of, kept, strict=True), key=lambda one: begins.get(one[0], one[1][0]))
     return tuple((tuple(able[i].name for i in own), all_bytes(own)) for _, own in order)
 
 
