@@ -555,18 +555,19 @@ def _or_away(found: TriedRow, row: Callable[[int], TriedRow], study: Study, mode
     tried = {"none": [0], "all": [most]}.get(
         mode, [most * i // AWAY_TRIES for i in range(AWAY_TRIES + 1)]
     )
+    least_s = (1 - AWAY_GAIN) * found.seconds_s if found.fits else inf
     for menu_step in dict.fromkeys(tried):
-        quicker = row(menu_step).seconds_s < (1 - AWAY_GAIN) * found.seconds_s
-        if found.fits and not quicker:
+        if row(menu_step).seconds_s >= least_s:
             continue
         for end in range(LEVELS, study.levels(menu_step) + 1, LEVELS):
             best = _first(row, menu_step, range(end - LEVELS + AWAY_STEP, end + 1, AWAY_STEP))
-            least_s = (1 - AWAY_GAIN) * found.seconds_s if found.fits else inf
-            found = best if best.fits and best.seconds_s < least_s else found
+            if best.fits and best.seconds_s < least_s:
+                found, least_s = best, best.seconds_s
     level, menu_step = divmod(found.menu_step, LEAVES)
     if not level or not found.fits:
         return found
-    return _first(row, menu_step, range(level - AWAY_STEP + 1, level + 1))
+    finer = _first(row, menu_step, range(level - AWAY_STEP + 1, level + 1))
+    return finer if finer.seconds_s <= found.seconds_s else found
 
 
 def _first(
