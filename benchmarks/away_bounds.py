@@ -132,13 +132,15 @@ def bounds(quick: bool, make: Callable[[int, int], nn.Module]) -> dict[str, Cell
     """Returns the worst bytes and seconds over the least; `make` takes layers and width."""
     moved = [
         compared(make(layers, 64), 256, 2, share, "none")
-        for layers, share in itertools.product((3,) if quick else (3, 4, 5), (0.8, 0.6, 0.45))
+        for layers, share in itertools.product(
+            (3,) if quick else (3, 4, 5), (0.6,) if quick else (0.8, 0.6, 0.45)
+        )
     ]
     widths, lengths = ((32,), (64,)) if quick else ((32, 64), (64, 128, 192, 256))
     small = [
         compared(make(1, width), seq, samples, share, "auto")
         for width, seq, samples, share in itertools.product(
-            widths, lengths, (1,) if quick else (1, 3), (0.95, 0.85)
+            widths, lengths, (1,) if quick else (1, 3), (0.9,) if quick else (0.95, 0.85)
         )
     ]
     return {

@@ -44,7 +44,7 @@ JOINED: dict[str, int] = {
 }
 # Benchmark of a capability that joined -> its lines in benchmarks/.
 MEASURED: dict[str, int] = {
-    "tiles": 112, "away": 472, "both": 44, "tiers": 239, "labels": 140,
+    "tiles": 112, "away": 473, "both": 44, "tiers": 239, "labels": 140,
 }  # fmt: skip
 MOST = {
     "lines in dcpc/": 76_291 + sum(JOINED.values()),

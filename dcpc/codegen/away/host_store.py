@@ -182,7 +182,8 @@ class QueuedCopy:
         Raises:
             StoreError: a file could not be written or read, or the thread has died.
         """
-        while not wait([self.future], LOOK_S).done:
+        while not self.future.done():  # `wait` alone never sees a cancelled one as done
+            wait([self.future], LOOK_S)
             if not _live(self.threads):
                 self.future.cancel()
         if self.future.cancelled():
