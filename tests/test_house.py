@@ -33,7 +33,7 @@ JOINED: dict[str, int] = {
     "placements whose tables grow too large: a variable is held at each of its labels": 53,
     "errors show the user's own lines, dims by name, and the value that was meant": 65,
     "parameters and the optimizer's state beyond the device; units stay where there is room": 679,
-    "the least that must leaves, in forward's order; a dead store's thread is named": 97,
+    "the least that must leaves, in forward's order; a dead store's thread is named": 98,
     "recovery from out-of-memory tries tiles before a wider group": 49,
     "the Trainer refuses checkpoints beside away='parameters' up front": 4,
     "calibration: what launches and the rest change by, told apart": 21,
