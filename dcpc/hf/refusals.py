@@ -26,11 +26,6 @@ def refuse(trainer: Any, compile_options: Mapping[str, Any]) -> None:
     away = away_kinds(compile_options.get("away", "auto"))[1]
     if mode != "whole" or away or compile_options.get("pipeline"):
         found += _sharded(trainer)
-    if mode not in ("whole", "rounds"):
-        found.append(
-            f"got compile_options parameters={mode!r}; expected 'whole' or 'rounds': after an "
-            "evaluation the Trainer's steps do not reach the rows that ranks share; take 'rounds'"
-        )
     if found:
         raise PlanError("dcpc.hf.TrainerMixin: " + "; ".join(found))
 
@@ -143,11 +138,11 @@ def _sharded(trainer: Any) -> Iterator[str]:
             "known once the model is compiled; pass optim= in the arguments, or "
             "optimizer_cls_and_kwargs="
         )
-    if trainer.args.save_strategy != "no":
+    if trainer.args.load_best_model_at_end and trainer.args.save_only_model:
         yield (
-            f"got save_strategy={trainer.args.save_strategy.value!r} beside {_APART}; expected "
-            "'no': training that resumes from ranks' own parts of a checkpoint is not as it was; "
-            "pass save_strategy='no' and call save_model at the end"
+            f"got load_best_model_at_end and save_only_model beside {_APART}; expected one of "
+            "them: the best model comes back from the ranks' own parts of a checkpoint; leave "
+            "save_only_model out"
         )
     if trainer.args.bf16_full_eval or trainer.args.fp16_full_eval:
         yield (

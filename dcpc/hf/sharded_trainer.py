@@ -1,14 +1,16 @@
-"""A Trainer where ranks share out the parameters, or have a stage each: no rank has the model.
+"""A Trainer where ranks share out the parameters, or have a stage each.
 
 create_optimizer    of `compiled.parameters()`: this rank's rows, or those of its stage
 prediction_step     each rank's batch by the compiled model, all ranks together
 save_model          the whole model, gathered a parameter at a time; the main rank writes it
+checkpoints         folder `dcpc` in each: a part from every rank; any other mode can read it
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,14 @@ from dcpc.compiled.pipeline.trained.pipelined import PipelinedModel
 from dcpc.errors import CheckpointError
 
 _LABELS, _IGNORED = "labels", -100
+FOLDER = "dcpc"
+
+
+def is_sharded(compiled: CompiledModel | None) -> bool:
+    """Returns whether an optimizer of this rank has a part of the parameters alone."""
+    return compiled is not None and (
+        isinstance(compiled, PipelinedModel) or compiled.planned.request.parameters != "whole"
+    )
 
 
 def is_apart(compiled: CompiledModel | None) -> bool:
@@ -45,17 +55,17 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Returns the optimizer of the parameters that this rank updates."""
-        own = self.compiled if is_apart(self.compiled) else model
+        own = self.compiled if is_sharded(self.compiled) else model
         found: torch.optim.Optimizer = super().create_optimizer(own)
         return found
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        if isinstance(model, CompiledModel) and is_apart(model):
+        if isinstance(model, CompiledModel) and is_sharded(model):
             return torch.tensor(model.clip_grad_norm_(self.args.max_grad_norm))
         return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if grad_norm is None and isinstance(model, CompiledModel) and is_apart(model):
+        if grad_norm is None and isinstance(model, CompiledModel) and is_sharded(model):
             return model.clip_grad_norm_(float("inf"))
         return super()._get_grad_norm(model, grad_norm=grad_norm)
 
@@ -132,14 +142,49 @@ class ShardedTrainer(Trainer):  # type: ignore[misc]
                 state_dict[name] = whole[id(x)]
         super()._save(output_dir, state_dict)
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.compiled is None or not is_sharded(self.compiled):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        self.compiled.save(
+            Path(output_dir) / FOLDER,
+            self.state.global_step,
+            optimizer=_innermost(self.optimizer),
+            scheduler=self.lr_scheduler,
+            wait=True,
+        )
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and is_apart(self.compiled):
+        folder = Path(checkpoint or "") / FOLDER
+        if checkpoint is not None and self.compiled is not None and folder.is_dir():
+            optimizer = _innermost(self.optimizer)
+            self.compiled.load(folder, optimizer=optimizer, scheduler=self.lr_scheduler)
+        elif checkpoint is not None and is_sharded(self.compiled):
             raise CheckpointError(
-                f"resume_from_checkpoint: got {checkpoint} with parameters=, pipeline= or "
-                "away='parameters'; expected none: a Trainer whose ranks have parts of the model "
-                "does not resume; leave these options out"
+                f"resume_from_checkpoint: got {checkpoint}, which has no folder '{FOLDER}'; "
+                "expected a checkpoint that was trained with parameters=, pipeline= or "
+                "away='parameters': the state of an optimizer of whole parameters is one file; "
+                "resume it without these options"
             )
-        super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Loads a checkpoint's model; from folder `dcpc` it comes later, with the optimizer."""
+        if not (Path(resume_from_checkpoint) / FOLDER).is_dir():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        folder = Path(self.state.best_model_checkpoint or "") / FOLDER
+        if self.compiled is not None and folder.is_dir():
+            self.compiled.load(folder)
+        else:
+            super()._load_best_model()
+
+
+def _innermost(optimizer: Any) -> Any:
+    """Returns the optimizer within accelerate's."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 @contextmanager

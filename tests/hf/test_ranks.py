@@ -91,8 +91,6 @@ def test_resumed_on_another_number_of_ranks(tmp_path):
 def sharing(rank, world, folder, kind, resumed, options):
     """Returns what a rank has after training and evaluation, and what `save_model` wrote."""
     kept = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 4}
-    if options:
-        kept["save_strategy"] = "no"
     model = llama(tie_word_embeddings=True, num_hidden_layers=2)
     told = {"eval_dataset": Samples(7)}
     if kind is Ours:
@@ -123,12 +121,21 @@ def compare(found, expected) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["step", "pull"])
+def test_ranks_that_share_the_optimizers_rows_train_as_the_trainer(tmp_path, trainers_own, mode):
+    options = {"parameters": mode}
+    found = run_ranks(sharing, 2, 2, tmp_path, Ours, False, options, timeout_s=LIMIT_S)
+    compare(found, trainers_own)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "options",
     [{"parameters": "rounds"}, {"pipeline": 2}, {"away": "parameters", "host": "64MB"}],
     ids=str,
 )
-def test_without_the_model_on_any_rank_it_trains(tmp_path, trainers_own, options):
-    found = run_ranks(sharing, 2, 2, tmp_path, Ours, False, options, timeout_s=LIMIT_S)
-    compare(found, trainers_own)
+def test_without_the_model_on_any_rank_it_trains_and_resumes(tmp_path, trainers_own, options):
+    for resumed, told in ((False, options), (True, options), (True, {"parameters": "step"})):
+        found = run_ranks(sharing, 2, 2, tmp_path, Ours, resumed, told, timeout_s=LIMIT_S)
+        compare(found, trainers_own)

@@ -319,16 +319,23 @@ def shared(options, **own):
         ({"optim": "lomo"}, "optim"),
         ({"options": {"compute_loss_func": print}}, "compute_loss_func"),
         ({"bf16_full_eval": True, **shared({"parameters": "rounds"})}, "bf16_full_eval"),
-        ({"save_strategy": "steps", **shared({"pipeline": 2})}, "save_strategy"),
-        (
-            {"save_strategy": "steps", **shared({"host": "1MB", "away": "parameters"})},
-            "save_strategy='steps' beside .*away='parameters'",
-        ),
         (
             shared({"pipeline": 2}, optimizers=(torch.optim.SGD([torch.ones(1)]), None)),
             "optimizers",
         ),
-        (shared({"parameters": "step"}), "parameters='step'"),
+        *(
+            (
+                {
+                    "load_best_model_at_end": True,
+                    "save_only_model": True,
+                    "eval_strategy": "steps",
+                    "save_strategy": "steps",
+                    **shared(told, eval_dataset=Samples(2)),
+                },
+                "save_only_model",
+            )
+            for told in ({"parameters": "step"}, {"host": "1MB", "away": "parameters"})
+        ),
     ],
 )
 def test_what_does_not_go_with_dcpc_is_refused(tmp_path, settings, named):

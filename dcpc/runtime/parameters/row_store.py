@@ -64,6 +64,7 @@ class RowStore(ParameterStore):
         self._make_shards()
         self._comm_bucket_bytes = COMM_BUCKET_BYTES
         self._trains = {id(p): p.requires_grad for p in self.whole}
+        self._lies = [p.data for p in self.whole]
         _watch(self)
 
     def _allocate(self) -> None:
@@ -169,12 +170,42 @@ class RowStore(ParameterStore):
             for each in (p, shard):
                 each.requires_grad_(now)
             self._trains[id(p)] = now
-        return None
+        return self._return()
 
     def failed(self) -> None:
         """Drops the gradients of a step that raised."""
         for p in self.whole:
             p.grad = None
+
+    def _return(self) -> DispatchError | None:
+        """Gives each parameter the memory back of which an optimizer has rows, with its value.
+
+        `model.to("cpu:0")`, `vector_to_parameters` and `p.data = x` give it other memory, which no
+        update of the rows would reach.
+
+        Returns:
+            Reason why a value cannot be taken; None: there is none.
+        """
+        for p, memory in zip(self.whole, self._lies, strict=True):
+            if p.data_ptr() == memory.data_ptr() and p.dtype == memory.dtype:
+                continue
+            if (p.shape, p.dtype, p.device) != (memory.shape, memory.dtype, memory.device):
+                return DispatchError(
+                    f"a parameter was given {p.dtype}{list(p.shape)} on {p.device} since the model "
+                    f"was compiled; expected {memory.dtype}{list(memory.shape)} on "
+                    f"{memory.device}, of which an optimizer has rows; give it these back, or "
+                    "compile the model again"
+                )
+            problem = self._take_back(p, memory)
+            if problem is not None:
+                return problem
+            p.data = memory
+        return None
+
+    def _take_back(self, p: nn.Parameter, memory: Tensor) -> DispatchError | None:
+        """Writes a parameter's value to where it lay; returns why it cannot, None if it can."""
+        memory.copy_(p.data)
+        return None
 
     def updating(self) -> None:
         """Runs before an optimizer writes; collective over all ranks."""
@@ -315,6 +346,9 @@ def _watch(store: RowStore) -> None:
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found = ref()
         if found is not None and found.of_optimizer(optimizer):
+            problem = found._return()
+            if problem is not None:
+                raise problem
             with found.groups.watch.naming():
                 found.updating()
 

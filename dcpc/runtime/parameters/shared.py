@@ -186,14 +186,12 @@ class SharedStore(RowStore):
     def follow(self, parameters: Iterable[nn.Parameter]) -> DispatchError | None:
         """Refuses writes to whole parameters; then as the store of mode "step"."""
         written = [p for p, v in zip(self.whole, self._versions, strict=True) if p._version != v]
-        if written:
-            return DispatchError(
-                f"{len(written)} whole parameters were written to, one of shape "
-                f"{tuple(written[0].shape)}; expected writes to compiled.parameters() alone: ranks "
-                "map the same memory, so what each does to a whole parameter is done to it as many "
-                "times; write to those, or load the values with compiled.load_state_dict"
-            )
-        return super().follow(parameters)
+        return _was_written(written) if written else super().follow(parameters)
+
+    def _take_back(self, p: nn.Parameter, memory: Tensor) -> DispatchError | None:
+        """Returns why other memory cannot be taken back: it has another value than the ranks'."""
+        same = memory.data_ptr() == 0 or torch.equal(memory, p.data)
+        return None if same else _was_written([p])
 
     def begin(self) -> None:
         """Clears the sum of a step that raised; collective over all ranks if there was one."""
@@ -217,6 +215,15 @@ class SharedStore(RowStore):
             return torch.zeros_like(p)
         storage = self._memory.at(self._sums_at[id(p)], p.numel() * p.dtype.itemsize)
         return p.new_empty(0).detach().set_(storage).view(p.shape)
+
+
+def _was_written(parameters: list[nn.Parameter]) -> DispatchError:
+    return DispatchError(
+        f"{len(parameters)} whole parameters were written to, one of shape "
+        f"{tuple(parameters[0].shape)}; expected writes to compiled.parameters() alone: ranks map "
+        "the same memory, so what each does to a whole parameter is done to it as many times; "
+        "write to those, or load the values with compiled.load_state_dict"
+    )
 
 
 class SharedSum(Reduction):
