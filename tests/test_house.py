@@ -38,7 +38,8 @@ JOINED: dict[str, int] = {
     "the Trainer refuses checkpoints beside away='parameters' up front": 4,
     "calibration: what launches and the rest change by, told apart": 21,
     "of placements that cost at most 1% more than the least, one that sends less": 100,
-    "transformers' Trainer takes pipeline= and parameters='rounds'": 191,
+    "transformers' Trainer takes pipeline=, parameters= and their checkpoints": 230,
+    "parameters that are given other memory train on": 43,
     "steps and results print as a line, ranks that do not come are named, padding is told": 40,
     "a line where Inductor compiles for long: what takes the time, and where it is kept": 26,
 }
