@@ -339,7 +339,7 @@ def test_parameters_are_a_ranks_own_again_once_nobody_shares_them_out():
 def dies(rank: int, mode: str) -> str:
     """Rank 1 dies in backward of its second step; the others say so."""
     compiled, loader = compiled_odd(mode, "inter", sp=1)
-    first, *rest = loader
+    first = next(iter(loader))  # of the few that both ranks have samples of
     compiled.train_step(first)
     if rank == 1 and mode == "rounds":
         mock.patch(
@@ -348,7 +348,7 @@ def dies(rank: int, mode: str) -> str:
     elif rank == 1:
         compiled.model.gain.register_hook(lambda g: os._exit(3))
     with pytest.raises(GroupError) as told:
-        list(map(compiled.train_step, rest))
+        compiled.train_step(first)
     return str(told.value)
 
 

@@ -105,7 +105,7 @@ def trained(rank: int, prepared: tuple[bool, Ready]) -> dict[str, Any]:
         "idle": idle,
         "again": gathered_again(compiled.planned),
         "ran": {key[-1] for key in compiled._core.dispatch.variants},
-        "degrees": {key[2].sp for key in compiled._core.dispatch.variants},
+        "degrees": {key[3].sp for key in compiled._core.dispatch.variants},
     }
 
 

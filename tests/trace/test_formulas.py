@@ -133,8 +133,12 @@ def test_a_sparse_gradient_is_the_same_and_dense():
         (lambda y, h: y * float(h), "float.*write n \\* 1.0, n\\*\\*0.5 or math.log"),
         (lambda y, h: y * math.gcd(h, 4), "another function of math"),
         (lambda y, h: y * __import__("numpy").sqrt(h), "numpy cannot compute with a length"),
+        (
+            lambda y, h: y * len(set((y > 0).sum(-1).flatten().tolist())),
+            "a tensor's values .the sum of a mask. cannot go into a set",
+        ),
     ],
-    ids=["float", "gcd", "numpy"],
+    ids=["float", "gcd", "numpy", "set"],
 )
 def test_what_makes_a_number_of_a_length_is_refused_with_what_to_write(formula, advice):
     buckets = dcpc.Buckets(INPUTS, [{"h": 8}, {"h": 13}])

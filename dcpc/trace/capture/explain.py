@@ -29,6 +29,31 @@ _SIZE = (
     "the shape, and mask or weight what does not count (torch.where, ignore_index)"
 )
 
+# Parts of an error's text -> what to do.
+_ADVICE = (
+    (
+        ("inconsistent min=", "symbolically traced variables"),
+        "torch cannot solve what forward computes of a size: use //, * and % of positive sizes, "
+        "(n + 3) // 4 * 4 - n for -n % 4",
+    ),
+    (
+        ("Tensor dtype mismatch",),
+        "autocast casts within an op of forward that is captured as one: compute it in one dtype, "
+        "under torch.autocast(..., enabled=False), or write it with matmul",
+    ),
+    (
+        ("FakeTensor.__format__", ".numpy() is not supported"),
+        "forward is captured without values: take what prints or keeps them out of it, or return "
+        "them besides the loss (train_step's outputs=)",
+    ),
+    (
+        ("unhashable type: non-nested SymInt",),
+        "a length that is made of a tensor's values (the sum of a mask) cannot go into a set or a "
+        "dict: take the padded length, which is the same for all samples, and mask",
+    ),
+    (("ufunc",), "numpy cannot compute with a length: take math, as in math.sqrt(n)"),
+)
+
 
 def explained(
     error: Exception, model: nn.Module, buckets: Buckets, hints: Mapping[str, int]
@@ -45,23 +70,8 @@ def explained(
         hint = _limit_of(text, model) + _recurrent(model) + _numbers(text) + hint
     elif any(s in text + kind for s in _OF_VALUES):
         hint = _experts(model) + (_SIZE if _SIZE_LIKE in text else _CONTROL_FLOW)
-    elif "inconsistent min=" in text or "symbolically traced variables" in text:
-        hint = (
-            "torch cannot solve what forward computes of a size: use //, * and % of positive "
-            "sizes, (n + 3) // 4 * 4 - n for -n % 4"
-        )
-    elif "Tensor dtype mismatch" in text:
-        hint = (
-            "autocast casts within an op of forward that is captured as one: compute it in one "
-            "dtype, under torch.autocast(..., enabled=False), or write it with matmul"
-        )
-    elif "FakeTensor.__format__" in text or ".numpy() is not supported" in text:
-        hint = (
-            "forward is captured without values: take what prints or keeps them out of it, or "
-            "return them besides the loss (train_step's outputs=)"
-        )
-    elif "ufunc" in text:
-        hint = "numpy cannot compute with a length: take math, as in math.sqrt(n)"
+    elif advice := next((a for marks, a in _ADVICE if any(m in text for m in marks)), ""):
+        hint = advice
     elif not (hint := _passed_on(text, model, buckets)):
         begins = "the model's forward: got" if where else begins
         hint = (
