@@ -139,3 +139,30 @@ def test_without_the_model_on_any_rank_it_trains_and_resumes(tmp_path, trainers_
     for resumed, told in ((False, options), (True, options), (True, {"parameters": "step"})):
         found = run_ranks(sharing, 2, 2, tmp_path, Ours, resumed, told, timeout_s=LIMIT_S)
         compare(found, trainers_own)
+
+
+def best(rank, world, folder, kind, options):
+    """Returns the parameters after a training that takes its best model back at the end."""
+    told = {"eval_dataset": Samples(7)}
+    if kind is Ours:
+        told["compile_options"] = {"backend": "eager", "verify": "off", **options}
+    own = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = made(
+        kind, folder, world, options=told, load_best_model_at_end=True, learning_rate=1.0, **own
+    )
+    trainer.train()
+    assert trainer.state.best_global_step < trainer.state.global_step
+    trainer.save_model(f"{folder}/saved")
+    torch.distributed.barrier()
+    saved = LlamaForCausalLM.from_pretrained(f"{folder}/saved", dtype=torch.float64)
+    return [p.detach() for p in saved.parameters()], trainer.state.best_global_step
+
+
+@pytest.mark.slow
+def test_the_best_model_comes_back_where_ranks_share_the_parameters(tmp_path):
+    plain = run_ranks(best, 2, 2, tmp_path / "plain", Trainer, {}, timeout_s=LIMIT_S)
+    for mode in ("step", "rounds"):
+        ours = run_ranks(best, 2, 2, tmp_path / mode, Ours, {"parameters": mode}, timeout_s=LIMIT_S)
+        for (parameters, step), (others, theirs) in zip(ours, plain, strict=True):
+            assert step == theirs
+            assert furthest(parameters, others) < 1e-10
