@@ -9,8 +9,8 @@ import torch
 
 from dcpc.buckets import Bucket
 
-# A menu step is a number of recompute steps, and above it, in units of this, how many kinds of
-# saved values leave the device.
+# A menu step is a number of recompute steps, and above it, in units of this, the level at which
+# saved values leave the device (`plan/prices/away_kinds.py`).
 LEAVES = 1 << 16
 
 

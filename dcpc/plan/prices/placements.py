@@ -46,8 +46,8 @@ class PlacementSolver:
         Args:
             sizes: length of every dim.
             sp: ranks of the group.
-            near: whether a placement made for other sizes may be returned, at most `NEAR` above the
-                least cost. Which ones exist depends on earlier calls.
+            near: whether a placement made for other sizes may be returned, at most
+                `PLACEMENT_LOSS` above the least cost. Which exist depends on earlier calls.
         """
         key = _asked(sizes, sp)
         supposed = near and self._settled
