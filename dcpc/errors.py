@@ -72,7 +72,7 @@ class GroupError(DcpcError):
 
 
 class StoreError(DcpcError):
-    """A value that left the device cannot be kept in the host's memory or on the disk."""
+    """What lies beyond the device cannot be kept in the host's memory or on the disk."""
 
 
 class CheckpointError(DcpcError):

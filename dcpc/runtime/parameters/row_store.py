@@ -151,7 +151,7 @@ class RowStore(ParameterStore):
         return Reduction(trained(self.whole), self.groups, comm_bucket_bytes, bucket)
 
     def follow(self, parameters: Iterable[nn.Parameter]) -> DispatchError | None:
-        """Copies changes of `requires_grad` between the model's and the optimizer's parameters."""
+        """Takes over changes of `requires_grad`, and values in other memory; says why not."""
         if [id(p) for p in dict.fromkeys(parameters)] != [id(p) for p in self.whole]:
             return DispatchError(
                 "a parameter of the model was replaced since it was compiled, and ranks share out "
