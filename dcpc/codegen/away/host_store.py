@@ -1,4 +1,4 @@
-"""Memory beyond the device's, where saved values wait for backward: the host's, then a file's.
+"""Memory beyond the device's, the host's, then a file's: saved values, parameters, their states.
 
     store.take(bytes) -> HeldSlot: slot.write(flat) ─► wait()   ...   slot.read(flat) ─► wait()
 
