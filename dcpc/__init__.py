@@ -19,6 +19,7 @@ from dcpc.errors import (
     PlanError,
     ProfileError,
     RuleError,
+    StoreError,
     TraceError,
     VerifyError,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "ProfileError",
     "RuleError",
     "Settings",
+    "StoreError",
     "TensorBoardLogger",
     "TraceError",
     "VerifyError",

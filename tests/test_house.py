@@ -31,7 +31,7 @@ JOINED: dict[str, int] = {
     "rows that a mask chose, without sizes that depend on values; masked_scatter is split": 440,
     "integers that forward makes of numbers alone have values in a trace": 102,
     "placements whose tables grow too large: a variable is held at each of its labels": 53,
-    "errors show the user's own lines, dims by name, and the value that was meant": 75,
+    "errors show the user's own lines, dims by name, and the value that was meant": 77,
     "parameters and the optimizer's state beyond the device; units stay where there is room": 679,
     "the least that must leaves, in forward's order; a dead store's thread is named": 98,
     "recovery from out-of-memory tries tiles before a wider group": 49,
