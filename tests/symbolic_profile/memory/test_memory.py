@@ -45,7 +45,7 @@ def test_peak_is_the_allocators_at_untraced_lengths(model):
 )
 def test_peak_of_experts_is_the_allocators_whatever_tokens_choose(dtype):
     if dtype == torch.bfloat16 and multiplies_tiles():
-        pytest.skip("with AMX, gradients of weights copy operands, which is not priced: docs/limits.md")
+        pytest.skip("with AMX, gradients of weights copy operands, unpriced: docs/limits.md")
     experts = capture(Text(layers=1).to(dtype))
     at = evaluator(profile_partition(experts.partition))
     for batch, seq in POINTS[2:4]:
