@@ -25,7 +25,7 @@ JOINED: dict[str, int] = {
     "models that check values and raise, as transformers' speech models do": 95,
     "logits and MLPs some rows at a time: an op whose graphs are a program's": 1_237,
     "plan files of packed rows; micro-batches in parts of like length where these take less": 37,
-    "saved values of long buckets wait in the host's memory or on a disk, bits as they were": 1_132,
+    "saved values of long buckets wait in the host's memory or on a disk, bits as they were": 1_139,
     "a packed step's plan goes on getting better: its groups changed one by one (evolve)": 281,
     "fast paths on values: the side that is right for all, by the plain model": 300,
     "rows that a mask chose, without sizes that depend on values; masked_scatter is split": 440,

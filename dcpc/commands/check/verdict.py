@@ -76,6 +76,11 @@ class Verdict:
         return _worst(self.lifted or self.differences)
 
     @property
+    def worst_by_lowering(self) -> float:
+        """The largest of all lowerings of attention that were tried besides."""
+        return _worst([d for found in self.lowerings.values() for d in found])
+
+    @property
     def may_be_rounding(self) -> bool:
         """Whether the difference may be of a lower dtype, and was not yet measured without."""
         return bool(self.low) and not self.lifted and not self.worst <= EXACT
